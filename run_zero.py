@@ -1,0 +1,53 @@
+"""Trains one model under one ZeRO configuration, and measures where its memory goes.
+
+    accelerate launch run_zero.py --ds ds_configs/offload.json
+    accelerate launch run_zero.py --ds none --model vit-tiny --dataset digits
+    python run_zero.py --ds zero2 --model bert-120m --max_steps 40 --gradient_checkpointing
+
+Every flag of TrainingArguments works; `--help` lists them and ours. The run's folder (printed at the end) holds the
+record, the plots, the resolved DeepSpeed JSON and the trained model.
+
+Exit status: 0 trained; 1 anything that ended the training (its record says what); 2 bad input. Under
+`accelerate launch` each failure is 1, with accelerate's own traceback below our message.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one configuration and returns the exit status."""
+    # The number of CPU threads has to be in the environment before torch is imported.
+    from zerolab import launch
+
+    choices = launch.prepare_process()
+
+    from zerolab.problems import BadInput
+    from zerolab.request import parse
+
+    debug = os.environ.get("ZEROLAB_DEBUG") == "1"
+    try:
+        request = parse(argv, choices)
+        from zerolab import training  # imports the Trainer, which takes seconds that bad input need not wait for
+
+        record = training.run(request)
+    except BadInput as error:
+        if debug:
+            raise
+        print(error.text(), file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if debug:
+            raise
+        print(f"{type(error).__name__}: {error}\n(ZEROLAB_DEBUG=1 shows the traceback)", file=sys.stderr, flush=True)
+        return 1
+    return 0 if record.status == "trained" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,182 @@
+"""The wiring of one run: data, model, Trainer, callback; then training, evaluation, saving, record and report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from models.loading import build_model, load_config
+from zerolab import ds_check, ds_config, environment, launch
+from zerolab.arguments import ZeroArguments
+from zerolab.callback import MemoryCallback
+from zerolab.data import Data, DataError, load_data
+from zerolab.metrics import build_metrics
+from zerolab.problems import BadInput, Problem
+from zerolab.record import Record, make_run_folder, save_record, start_record
+from zerolab.report import plots, text
+from zerolab.request import Request
+
+RESOLVED_CONFIG = "ds_config.json"
+MODEL_FOLDER = "model"
+
+
+def run(request: Request) -> Record:
+    """Trains what was asked for and returns the completed record.
+
+    Raises:
+        BadInput: the model, the data or TrainingArguments object, before a model is built.
+        BaseException: whatever ended the training; its record is complete and its table printed by then.
+    """
+    args = request.training_arguments()
+    config = request.config if request.config is not None else load_config(request.source)
+    data = _data(request, config, args.seed)
+    queue = launch.wait_for_turn()
+    is_main = args.process_index == 0
+    folder = Path(args.output_dir)
+    if is_main:
+        folder = _make_folder(folder, request.resume)
+        args.output_dir = str(folder)
+    record = _begin_record(request, args, data)
+    callback = MemoryCallback(folder=folder, record=record)
+    if is_main:
+        save_record(record, folder)
+    try:
+        trainer = _build_trainer(request, args, config, data, callback)
+        if is_main:
+            print(text.render_plan(record), flush=True)
+        _train(trainer, request, args, callback, folder)
+    except BaseException as error:
+        callback.fail(error)
+        _report(callback.finish(), folder, is_main)
+        raise
+    _report(callback.finish(), folder, is_main)
+    if queue is not None:
+        queue.close()
+    return record
+
+
+def _data(request: Request, config: Any, seed: int) -> Data:
+    tokenizer_source = request.data.tokenizer
+    if tokenizer_source is None and request.source.weights == "pretrained":
+        tokenizer_source = request.source.path_or_id
+    try:
+        data = load_data(request.data, task=request.task, config=config, seed=seed, tokenizer_source=tokenizer_source)
+    except DataError as error:
+        raise BadInput([error.problem]) from error
+    if data.num_labels is not None and request.task.endswith("classification"):
+        config.num_labels = data.num_labels
+        if data.labels:
+            config.id2label = dict(enumerate(data.labels))
+            config.label2id = {label: number for number, label in enumerate(data.labels)}
+    return data
+
+
+def _make_folder(folder: Path, resume: bool) -> Path:
+    try:
+        return make_run_folder(folder, resume=resume)
+    except OSError as error:
+        raise BadInput([Problem("--output_dir", str(folder), f"cannot be created: {error.strerror}")]) from error
+
+
+def _begin_record(request: Request, args: ZeroArguments, data: Data) -> Record:
+    record = start_record(sys.argv[:])
+    source = request.source
+    record.configuration = request.configuration
+    record.model = {"name": source.spec, "kind": source.kind, "weights": source.weights, "task": request.task}
+    record.data = data.description
+    record.deepspeed = request.raw_config
+    record.arguments = environment.describe_arguments(args)
+    record.warnings = list(request.warnings)
+    for choice in request.choices:
+        record.choose(*choice)
+    return record
+
+
+def _build_trainer(
+    request: Request, args: ZeroArguments, config: Any, data: Data, callback: MemoryCallback
+) -> Trainer:
+    record = callback.record
+    if request.raw_config is not None:
+        ds_check.build_ops(ds_config.zero_plan(request.raw_config), request.raw_config)
+    set_seed(args.seed)
+    model = build_model(request.source, config, request.task, request.run.trust_remote_code)
+    record.model.update(environment.describe_model(model))
+    _fill_buckets(args, record)
+    compute_metrics, preprocess_logits = build_metrics(request.task)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        data_collator=data.collate,
+        processing_class=data.tokenizer,
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=preprocess_logits,
+        callbacks=[callback],
+    )
+    for plain in (ProgressCallback, PrinterCallback):
+        if trainer.pop_callback(plain) is not None:
+            trainer.add_callback(_QuietProgress if plain is ProgressCallback else _Quiet)
+    return trainer
+
+
+def _fill_buckets(args: ZeroArguments, record: Record) -> None:
+    """Gives the bucket sizes that say "auto" a size that fits this model, before transformers fills them."""
+    holder = getattr(args, "hf_deepspeed_config", None)  # TrainingArguments has it under DeepSpeed only
+    if holder is None:
+        return
+    live = holder.config
+    filled, autos = ds_config.fill_buckets(live, record.model["num_parameters"], record.model["largest_parameter"])
+    # The plugin of accelerate holds the same dictionary: change it in place.
+    live.clear()
+    live.update(filled)
+    for auto in autos:
+        record.choose(auto.key, auto.value, auto.filled_by, auto.reason)
+
+
+class _QuietProgress(ProgressCallback):
+    """The Trainer's bar without a printed line for each log: at logging_steps=1 they would bury everything else."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.training_bar is not None and logs and "loss" in logs:
+            self.training_bar.set_description(f"loss {logs['loss']:.3f}", refresh=False)
+
+
+class _Quiet(PrinterCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        return None
+
+
+def _train(trainer: Trainer, request: Request, args: ZeroArguments, callback: MemoryCallback, folder: Path) -> None:
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    record = callback.record
+    _keep_resolved_config(trainer, request, record, folder)
+    if args.do_eval and trainer.eval_dataset is not None:
+        trainer.evaluate()
+    if request.run.save_model:
+        trainer.save_model(str(folder / MODEL_FOLDER))
+        record.saved_model = MODEL_FOLDER
+
+
+def _keep_resolved_config(trainer: Trainer, request: Request, record: Record, folder: Path) -> None:
+    if request.raw_config is None:
+        return
+    resolved = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    resolved = json.loads(json.dumps(resolved, default=str))
+    for auto in ds_config.explain_auto(request.raw_config, resolved):
+        if not any(choice.field == auto.key for choice in record.choices):
+            record.choose(auto.key, auto.value, auto.filled_by, auto.reason)
+    record.deepspeed = resolved
+    if trainer.is_world_process_zero():
+        (folder / RESOLVED_CONFIG).write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+
+
+def _report(record: Record, folder: Path, is_main: bool) -> None:
+    if is_main:
+        plots.save_plots(record, folder)
+        print(text.render_run(record, folder=folder), flush=True)
