@@ -28,6 +28,8 @@ def main(argv: Sequence[str]) -> int:
     from zerolab.problems import BadInput
     from zerolab.request import parse
 
+    # A terminal that is not UTF-8 must not end a run over the line under a table.
+    sys.stdout.reconfigure(errors="replace")
     debug = os.environ.get("ZEROLAB_DEBUG") == "1"
     try:
         request = parse(argv, choices)

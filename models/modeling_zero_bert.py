@@ -188,8 +188,8 @@ class ZeroBertForMaskedLM(ZeroBertPreTrainedModel):
 
         With ``labels`` (-100 where there is nothing to predict) ``logits`` is [labelled positions, V], in the order
         of ``labels[labels != -100]``. Their number must be known on the CPU, so one wait for the GPU is inevitable;
-        a caller who knows it (or an upper bound: rows beyond have no label) passes ``num_targets`` and has no wait. Its
-        name must not hold "label": the Trainer takes every such argument for one that each batch brings.
+        a caller who knows it (or an upper bound: rows beyond have no label) passes ``num_targets`` and has no wait.
+        (Its name must not hold "label": the Trainer takes every such argument for one that each batch brings.)
         Tracing with fake tensors needs ``num_targets``, since there are no labels to count.
 
         Raises:

@@ -133,7 +133,7 @@ def _unknown_words(unknown: list[str], flags: list[str]) -> list[Problem]:
     return problems
 
 
-def select(values: dict[str, Any], kind: type) -> dict[str, Any]:
-    """The values that are fields of the dataclass `kind`."""
+def select(values: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """The values that are fields of the dataclass `kind` (a class)."""
     names = {name for name, entry in kind.__dataclass_fields__.items() if entry.init}
     return {name: value for name, value in values.items() if name in names}

@@ -16,10 +16,12 @@ that one instance. Each wrapper marks a moment and calls the original; none chan
 from __future__ import annotations
 
 import functools
+import math
 import re
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,8 +29,8 @@ from transformers import Trainer, TrainerCallback
 
 from zerolab import environment, meter, probes
 from zerolab.host_sampler import HostSampler
-from zerolab.record import Failure, Record, Status, make_run_folder, save_record, start_record
-from zerolab.units import format_bytes
+from zerolab.record import Failure, Phase, Record, Status, make_run_folder, save_record, start_record
+from zerolab.units import format_bytes, parse_bytes
 
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+) (B|KiB|MiB|GiB|TiB)")
 _FREE = re.compile(r"of which ([0-9.]+) (B|KiB|MiB|GiB|TiB) is free")
@@ -159,7 +161,7 @@ class MemoryCallback(TrainerCallback):
     def _has_engine(self) -> bool:
         return getattr(self.trainer.accelerator, "deepspeed_engine_wrapped", None) is not None
 
-    def _inside(self, phase: str, original, *args, **kwargs):
+    def _inside(self, phase: Phase, original, *args, **kwargs):
         """Runs `original` as a phase of its own; a save inside a save is one save."""
         if not self.enabled or self.meter.phase == phase:
             return original(*args, **kwargs)
@@ -183,7 +185,10 @@ class MemoryCallback(TrainerCallback):
 
     def _note_loss(self, logs: dict[str, float]) -> None:
         step = self.meter.steps[-1]
-        step.loss, step.grad_norm = float(logs["loss"]), logs.get("grad_norm")
+        loss = float(logs["loss"])
+        step.finite = math.isfinite(loss)
+        step.loss = loss if step.finite else None
+        step.grad_norm = logs.get("grad_norm")
         step.learning_rate = logs.get("learning_rate")
 
     def _log_values(self) -> dict[str, float]:
@@ -239,9 +244,8 @@ class MemoryCallback(TrainerCallback):
         self._save()
 
     def _outcome(self) -> Status:
-        losses = [step.loss for step in self.meter.steps if step.loss is not None]
-        finite = all(loss == loss and abs(loss) != float("inf") for loss in losses[-1:])
-        return "trained" if finite else "diverged"
+        logged = [step.finite for step in self.meter.steps if step.finite is not None]
+        return "diverged" if logged and not logged[-1] else "trained"
 
     def _save(self) -> None:
         if self.folder is None or meter.this_rank() != 0:
@@ -268,7 +272,7 @@ def _wrap(owner: Any, name: str, around) -> None:
 
 
 def _trainer_of_caller() -> Trainer:
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         candidate = frame.f_locals.get("self")
         if isinstance(candidate, Trainer):
@@ -298,10 +302,8 @@ def _status_of(error: BaseException) -> Status:
     return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
 
 
-def failure_of(error: BaseException, phase: str | None) -> Failure:
+def failure_of(error: BaseException, phase: Phase | None) -> Failure:
     """What a record says of an error: for CUDA's OOM also what was asked, what was free and what there was."""
-    from zerolab.units import parse_bytes
-
     text = str(error)
     found = {}
     for name, pattern in (("requested_bytes", _ASKED), ("free_bytes", _FREE), ("total_bytes", _TOTAL)):

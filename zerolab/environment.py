@@ -72,7 +72,7 @@ def describe_model(model: torch.nn.Module) -> dict[str, Any]:
 def describe_arguments(args: Any) -> dict[str, Any]:
     """The TrainingArguments that differ from their defaults, as plain values, without tokens, folders and paths."""
     private = {"output_dir", "logging_dir", "hub_token", "push_to_hub_token", "deepspeed", "run_name", "ds", "dataset"}
-    changed = {}
+    changed: dict[str, Any] = {}
     for name, field in type(args).__dataclass_fields__.items():
         value = getattr(args, name, None)
         if name in private or name.startswith("_") or value == field.default:

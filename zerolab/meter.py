@@ -17,9 +17,9 @@ import psutil
 
 from zerolab import probes
 from zerolab.host_sampler import HostSampler
-from zerolab.record import PHASES, HostMemory, PhaseMemory, Record, Reset, Speed, Step
+from zerolab.record import PHASES, HostMemory, Phase, PhaseMemory, Record, Reset, Speed, Step
 
-_PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+_PHASE_NUMBER: dict[Phase, int] = {phase: number for number, phase in enumerate(PHASES)}
 
 
 def num_warmup_steps(num_steps: int) -> int:
@@ -43,31 +43,31 @@ class Meter:
         self.device = device
         self.clock = clock
         self.sampler = sampler
-        self.phases: dict[str, PhaseMemory] = {}
-        self.resets: dict[tuple[str, str | None], int] = {}
+        self.phases: dict[Phase, PhaseMemory] = {}
+        self.resets: dict[tuple[str, Phase | None], int] = {}
         self.steps: list[Step] = []
         self.resident_bytes: int | None = None
         self.own_seconds = 0.0
         self.num_samples = 0
         self.num_tokens = 0
-        self._stack: list[str] = []
+        self._stack: list[Phase] = []
         self._process = psutil.Process()
         self._has_device = not isinstance(device, probes.NoDevice)
-        self._marks: list[tuple[str, Any]] = []
+        self._marks: list[tuple[Phase, Any]] = []
         self._step_start: Any = None
         self._step_peak = 0
-        self._pending: deque[tuple[Step, Any, list[tuple[str, Any]], Any]] = deque()
-        self._phase_seconds: dict[str, list[float]] = {}
+        self._pending: deque[tuple[Step, Any, list[tuple[Phase, Any]], Any]] = deque()
+        self._phase_seconds: dict[Phase, list[float]] = {}
         self._counts: list[tuple[int, int]] = []
         self._guard = probes.ResetGuard(self._before_foreign_reset)
         self._watching_driver = False
 
     @property
-    def phase(self) -> str | None:
+    def phase(self) -> Phase | None:
         """The current phase."""
         return self._stack[-1] if self._stack else None
 
-    def start(self, phase: str = "init") -> None:
+    def start(self, phase: Phase = "init") -> None:
         """Begins to measure: resets the peak and watches for resets by others."""
         if self._has_device:
             self._guard.install()
@@ -75,7 +75,7 @@ class Meter:
         self._stack = [phase]
         self.sampler.set_phase(_PHASE_NUMBER[phase])
 
-    def switch(self, phase: str) -> None:
+    def switch(self, phase: Phase) -> None:
         """Ends the current phase and begins another in its place."""
         began = time.perf_counter()
         self._close()
@@ -83,7 +83,7 @@ class Meter:
         self._open(phase)
         self.own_seconds += time.perf_counter() - began
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: Phase) -> None:
         """Begins a phase inside the current one."""
         self._close()
         self._stack.append(phase)
@@ -97,7 +97,7 @@ class Meter:
         self._forget_step()
         self._open(self._stack[-1])
 
-    def _open(self, phase: str) -> None:
+    def _open(self, phase: Phase) -> None:
         self.sampler.set_phase(_PHASE_NUMBER[phase])
         if self._step_start is not None:
             self._marks.append((phase, self.clock.mark()))
@@ -179,8 +179,9 @@ class Meter:
         while self._pending and (wait or self.clock.ready(self._pending[0][3])):
             step, start, marks, end = self._pending.popleft()
             step.seconds = self.clock.seconds(start, end)
-            spent: dict[str, float] = {}
-            for (phase, mark), (_, following) in zip(marks, [*marks[1:], ("", end)], strict=True):
+            spent: dict[Phase, float] = {}
+            ends = [*(mark for _, mark in marks[1:]), end]
+            for (phase, mark), following in zip(marks, ends, strict=bool(marks)):
                 spent[phase] = spent.get(phase, 0.0) + self.clock.seconds(mark, following)
             for phase, seconds in spent.items():
                 self._phase_seconds.setdefault(phase, []).append(seconds)
@@ -254,12 +255,11 @@ class Meter:
         return speed
 
     def _write_device(self, record: Record, driver_source: str | None) -> None:
-        peaks = {phase: memory.peak_bytes for phase, memory in record.phases.items() if memory.peak_bytes}
+        peaks = [(memory.peak_bytes, phase) for phase, memory in record.phases.items() if memory.peak_bytes]
         if not peaks:
             return
         device = record.device
-        device.peak_phase = max(peaks, key=lambda phase: peaks[phase])
-        device.peak_bytes = peaks[device.peak_phase]
+        device.peak_bytes, device.peak_phase = max(peaks, key=lambda pair: pair[0])
         device.reserved_bytes = max(memory.reserved_bytes or 0 for memory in record.phases.values())
         device.fragmentation_bytes = device.reserved_bytes - device.peak_bytes
         device.steady_peak_bytes = max((step.peak_bytes or 0 for step in self.steps[1:]), default=0) or None
@@ -268,15 +268,16 @@ class Meter:
         driver = max(memory.driver_bytes or 0 for memory in record.phases.values())
         if driver:
             device.driver_bytes, device.driver_source = driver, driver_source
-            device.context_bytes = driver - device.reserved_bytes
+            # Negative only where the sampler missed the moment of the largest reservation.
+            device.context_bytes = driver - device.reserved_bytes if driver >= device.reserved_bytes else None
         record.host.pinned_bytes = probes.pinned_peak()
 
     def _write_host(self, record: Record, num_samples: int) -> None:
-        peaks = {phase: memory.host.peak_bytes or 0 for phase, memory in record.phases.items()}
+        peaks = [(memory.host.peak_bytes or 0, phase) for phase, memory in record.phases.items()]
         host: HostMemory = record.host
         if peaks:
-            host.peak_phase = max(peaks, key=lambda phase: peaks[phase])
-            host.peak_bytes = max(peaks[host.peak_phase], own_peak_rss())
+            largest, host.peak_phase = max(peaks, key=lambda pair: pair[0])
+            host.peak_bytes = max(largest, own_peak_rss())
         host.sample_interval_seconds = self.sampler.interval
         host.num_samples = num_samples
         host.source = (

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 SCHEMA_VERSION = 1
 FILE_NAME = "record.json"
 
-PHASES = ("init", "forward", "backward", "step", "eval", "save", "resume")
 DEVICE_ROWS = (
     "parameters",
     "master_weights",
@@ -31,6 +30,7 @@ DEVICE_ROWS = (
     "unattributed",
 )
 Phase = Literal["init", "forward", "backward", "step", "eval", "save", "resume"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 Status = Literal["running", "trained", "diverged", "oom", "refused", "interrupted", "killed", "failed"]
 
 
@@ -82,8 +82,8 @@ class DeviceMemory(_Part):
 
     peak_bytes: int | None = None
     peak_phase: Phase | None = None
-    steady_peak_bytes: int | None = Field(None, description="largest peak of a step after the first")
-    resident_bytes: int | None = Field(None, description="allocated between two steps")
+    steady_peak_bytes: int | None = Field(default=None, description="largest peak of a step after the first")
+    resident_bytes: int | None = Field(default=None, description="allocated between two steps")
     reserved_bytes: int | None = None
     fragmentation_bytes: int | None = None
     driver_bytes: int | None = None
@@ -107,10 +107,14 @@ class HostMemory(_Part):
 
 
 class Step(_Part):
-    """One optimizer step. `seconds` runs from the end of the step before; None where something came between."""
+    """One optimizer step. `seconds` runs from the end of the step before; None where something came between.
+
+    `finite` is False for a loss that was NaN or infinite, which JSON cannot hold: `loss` is None then.
+    """
 
     step: int
     loss: float | None = None
+    finite: bool | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
     seconds: float | None = None
@@ -130,7 +134,7 @@ class Speed(_Part):
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     num_skipped_steps: int = 0
-    callback_seconds_per_step: float | None = Field(None, description="host time spent in the callback itself")
+    callback_seconds_per_step: float | None = Field(default=None, description="host time spent in the callback itself")
 
 
 class Choice(_Part):
@@ -260,7 +264,7 @@ def load_record(path: Path | str) -> Record:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecordError(f"{path}: there is no record; name the folder of a run or its {FILE_NAME}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise RecordError(f"{path}: cannot be read as a record: {error}") from None
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
@@ -281,7 +285,7 @@ def _alive(process: dict[str, float]) -> bool:
         running = psutil.Process(int(process["pid"]))
         # A process id is reused; with its start time it is not.
         return abs(running.create_time() - process["started"]) < 1.0 and running.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, KeyError):
+    except (psutil.Error, KeyError, ValueError):
         return False
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from transformers import Trainer, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from models import ModelError
 from models.loading import build_model, load_config
 from zerolab import ds_check, ds_config, environment, launch
 from zerolab.arguments import ZeroArguments
@@ -25,6 +27,24 @@ RESOLVED_CONFIG = "ds_config.json"
 MODEL_FOLDER = "model"
 
 
+@dataclass
+class Preparation:
+    """A run whose data is ready and whose record has begun; no model has been built."""
+
+    request: Request
+    args: ZeroArguments
+    config: Any
+    data: Data
+    folder: Path
+    callback: MemoryCallback
+    queue: IO[str] | None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes: the first rank."""
+        return self.args.process_index == 0
+
+
 def run(request: Request) -> Record:
     """Trains what was asked for and returns the completed record.
 
@@ -32,32 +52,41 @@ def run(request: Request) -> Record:
         BadInput: the model, the data or TrainingArguments object, before a model is built.
         BaseException: whatever ended the training; its record is complete and its table printed by then.
     """
+    prepared = prepare(request)
+    try:
+        trainer = build_trainer(prepared)
+        if prepared.is_main:
+            print(text.render_plan(prepared.callback.record), flush=True)
+        _train(trainer, prepared)
+    except BaseException as error:
+        prepared.callback.fail(error)
+        if isinstance(error, ModelError):
+            prepared.callback.record.status = "refused"
+        raise
+    finally:
+        _report(prepared)
+    return prepared.callback.record
+
+
+def prepare(request: Request) -> Preparation:
+    """Builds arguments and data, waits for its turn on a shared GPU, makes the run's folder and begins its record.
+
+    Raises:
+        BadInput: as `run`.
+    """
     args = request.training_arguments()
     config = request.config if request.config is not None else load_config(request.source)
     data = _data(request, config, args.seed)
     queue = launch.wait_for_turn()
-    is_main = args.process_index == 0
-    folder = Path(args.output_dir)
-    if is_main:
+    folder = Path(str(args.output_dir))
+    if args.process_index == 0:
         folder = _make_folder(folder, request.resume)
         args.output_dir = str(folder)
     record = _begin_record(request, args, data)
     callback = MemoryCallback(folder=folder, record=record)
-    if is_main:
+    if args.process_index == 0:
         save_record(record, folder)
-    try:
-        trainer = _build_trainer(request, args, config, data, callback)
-        if is_main:
-            print(text.render_plan(record), flush=True)
-        _train(trainer, request, args, callback, folder)
-    except BaseException as error:
-        callback.fail(error)
-        _report(callback.finish(), folder, is_main)
-        raise
-    _report(callback.finish(), folder, is_main)
-    if queue is not None:
-        queue.close()
-    return record
+    return Preparation(request, args, config, data, folder, callback, queue)
 
 
 def _data(request: Request, config: Any, seed: int) -> Data:
@@ -97,27 +126,26 @@ def _begin_record(request: Request, args: ZeroArguments, data: Data) -> Record:
     return record
 
 
-def _build_trainer(
-    request: Request, args: ZeroArguments, config: Any, data: Data, callback: MemoryCallback
-) -> Trainer:
-    record = callback.record
+def build_trainer(prepared: Preparation) -> Trainer:
+    """The model and the Trainer around it, with our callback and progress bar."""
+    request, data, record = prepared.request, prepared.data, prepared.callback.record
     if request.raw_config is not None:
         ds_check.build_ops(ds_config.zero_plan(request.raw_config), request.raw_config)
-    set_seed(args.seed)
-    model = build_model(request.source, config, request.task, request.run.trust_remote_code)
+    set_seed(prepared.args.seed)
+    model = build_model(request.source, prepared.config, request.task, request.run.trust_remote_code)
     record.model.update(environment.describe_model(model))
-    _fill_buckets(args, record)
+    _fill_buckets(prepared.args, record)
     compute_metrics, preprocess_logits = build_metrics(request.task)
     trainer = Trainer(
         model=model,
-        args=args,
+        args=prepared.args,
         train_dataset=data.train,
         eval_dataset=data.eval,
         data_collator=data.collate,
         processing_class=data.tokenizer,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=preprocess_logits,
-        callbacks=[callback],
+        callbacks=[prepared.callback],
     )
     for plain in (ProgressCallback, PrinterCallback):
         if trainer.pop_callback(plain) is not None:
@@ -152,14 +180,14 @@ class _Quiet(PrinterCallback):
         return None
 
 
-def _train(trainer: Trainer, request: Request, args: ZeroArguments, callback: MemoryCallback, folder: Path) -> None:
+def _train(trainer: Trainer, prepared: Preparation) -> None:
+    args, record = prepared.args, prepared.callback.record
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    record = callback.record
-    _keep_resolved_config(trainer, request, record, folder)
+    _keep_resolved_config(trainer, prepared.request, record, prepared.folder)
     if args.do_eval and trainer.eval_dataset is not None:
         trainer.evaluate()
-    if request.run.save_model:
-        trainer.save_model(str(folder / MODEL_FOLDER))
+    if prepared.request.run.save_model:
+        trainer.save_model(str(prepared.folder / MODEL_FOLDER))
         record.saved_model = MODEL_FOLDER
 
 
@@ -176,7 +204,12 @@ def _keep_resolved_config(trainer: Trainer, request: Request, record: Record, fo
         (folder / RESOLVED_CONFIG).write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
 
 
-def _report(record: Record, folder: Path, is_main: bool) -> None:
-    if is_main:
-        plots.save_plots(record, folder)
-        print(text.render_run(record, folder=folder), flush=True)
+def _report(prepared: Preparation) -> None:
+    record = prepared.callback.finish()
+    if not prepared.is_main:
+        return
+    try:
+        plots.save_plots(record, prepared.folder)
+    except OSError as error:  # a full disk must not cost the table
+        print(f"no plots: {error}", file=sys.stderr)
+    print(text.render_run(record, folder=prepared.folder), flush=True)

@@ -145,9 +145,7 @@ def check_data(args: DataArguments, task: str) -> list[Problem]:
         if image_task:
             problems.append(Problem("--tokenizer", args.tokenizer, "images have no tokenizer. Leave it out."))
         elif not path.exists() and not _HUB_ID.fullmatch(args.tokenizer):
-            problems.append(
-                Problem("--tokenizer", args.tokenizer, "no such folder. Correct it, or leave it out.")
-            )
+            problems.append(Problem("--tokenizer", args.tokenizer, "no such folder. Correct it, or leave it out."))
     return problems
 
 

@@ -26,8 +26,9 @@ def _stacked(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def _generator(seed: int, content: torch.Tensor) -> torch.Generator:
-    checksum = zlib.crc32(content.contiguous().numpy().data)
-    return torch.Generator().manual_seed((seed << 32 | checksum) & (2**63 - 1))
+    # One number of 32 bits: torch's CPU generator ignores all bits of a seed beyond these.
+    checksum = zlib.crc32(content.contiguous().numpy().data, zlib.crc32(str(seed).encode()))
+    return torch.Generator().manual_seed(checksum)
 
 
 def _attention_mask(lengths: torch.Tensor, max_length: int) -> torch.Tensor:

@@ -52,9 +52,7 @@ def load_data(
         load = load_images if task == "image-classification" else load_text
         data = load(args, source, task, config, seed, tokenizer_source, cache_dir)
     except PermissionError as error:
-        raise DataError(
-            "ZEROLAB_CACHE", cache_dir, f"cannot write: {error}. Set it to another folder."
-        ) from error
+        raise DataError("ZEROLAB_CACHE", cache_dir, f"cannot write: {error}. Set it to another folder.") from error
     for name, rows in (("train", data.train), ("eval", data.eval)):
         if not len(rows):
             remedy = f"the {name} part fills not one sample. Give more data"

@@ -100,9 +100,7 @@ def find_column(rows: datasets.Dataset, chosen: str | None, names: tuple[str, ..
     fitting = [name for name in columns if dtype and getattr(rows.features[name], "dtype", None) == dtype]
     if len(fitting) == 1:
         return fitting[0]
-    raise DataError(
-        flag, "not given", f"unclear which column it is. Name one of: {', '.join(columns)}."
-    )
+    raise DataError(flag, "not given", f"unclear which column it is. Name one of: {', '.join(columns)}.")
 
 
 def label_classes(splits: list[datasets.Dataset], column: str) -> tuple[dict[object, int], list[str] | None]:
@@ -116,8 +114,8 @@ def label_classes(splits: list[datasets.Dataset], column: str) -> tuple[dict[obj
     if None in values:
         raise DataError("--label_column", column, "some rows have no label. Fill or remove them.")
     if all(isinstance(value, str) for value in values):
-        names = sorted(str(value) for value in values)
-        return {name: index for index, name in enumerate(names)}, names
+        words = sorted(str(value) for value in values)
+        return {word: index for index, word in enumerate(words)}, words
     if not all(isinstance(value, (int, bool)) for value in values):
         raise DataError("--label_column", column, f"classes are integers or strings, not {feature}.")
     ids = sorted(int(value) for value in values)  # type: ignore[call-overload]
@@ -173,6 +171,7 @@ def _explained(source: Source, args: DataArguments, error: Exception) -> DataErr
             "local file or folder, or use a built-in dataset: pydoc, digits, random."
         )
         return DataError("--dataset", source.name, remedy)
-    if "onfig" in said and isinstance(error, ValueError):
-        return DataError("--dataset_config", args.dataset_config or "not given", said + ".")
+    if "config" in said.lower() and isinstance(error, ValueError):
+        # The names of the configurations stand in its other lines.
+        return DataError("--dataset_config", args.dataset_config or "not given", " ".join(" ".join(lines).split()))
     return DataError("--dataset", source.name, f"{said}. Check the id (owner/name), or give a local file or folder.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,14 @@ def pydoc_passages() -> tuple[datasets.Dataset, str]:
     """
     from pydoc_data.topics import topics
 
-    paragraphs = dict.fromkeys(
-        paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n") if paragraph.strip()
-    )
+    paragraphs: dict[str, str] = {}
+    for name in sorted(topics):
+        for paragraph in topics[name].split("\n\n"):
+            # Quotes differ in indentation, line breaks and the lines under headings, not in words.
+            paragraphs.setdefault(" ".join(re.findall(r"\w+", paragraph.lower())), paragraph)
+    paragraphs.pop("", None)
     passages, part, size = [], [], 0
-    for paragraph in paragraphs:
+    for paragraph in paragraphs.values():
         part.append(paragraph)
         size += len(paragraph)
         if size >= _PASSAGE_CHARS:
@@ -48,7 +52,7 @@ def block_rows(tokenizer: Any, column: str, max_length: int) -> tuple[Any, datas
     Texts are joined and cut; each block is wrapped in [CLS] and [SEP] where the tokenizer has them, else texts end
     with the end-of-text token. The rest that fills no block is dropped, once in 1,000 texts.
     """
-    ends = ()
+    ends: tuple[int, ...] = ()
     if tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None:
         ends = (tokenizer.cls_token_id, tokenizer.sep_token_id)
     features = datasets.Features({"input_ids": list_of("int32", max_length)})

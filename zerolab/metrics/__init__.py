@@ -108,10 +108,8 @@ def token_scores(logits: Any, labels: torch.Tensor, shifted: bool = False) -> tu
     # In chunks, so that 16-bit logits never exist as a whole in fp32: at [8, 512, 30,000] that is half a gigabyte.
     for start in range(0, len(places), step):
         chosen = places[start : start + step]
-        if sparse:
-            chunk = rows[start : start + len(chosen)]
-        else:
-            chunk = rows.index_select(0, chosen - 1 if shifted else chosen)
+        sources = torch.arange(start, start + len(chosen), device=rows.device) if sparse else chosen - int(shifted)
+        chunk = rows.index_select(0, sources)
         ids[chosen] = chunk.argmax(dim=-1)
         chunk = chunk.float()
         picked = chunk.gather(1, targets[chosen].unsqueeze(1)).squeeze(1)
