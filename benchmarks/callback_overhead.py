@@ -70,7 +70,9 @@ def main() -> None:
             self.began = time.perf_counter()
 
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"--ds {options.ds} --model {options.model} --output_dir {folder}/run --max_length 128 --disable_tqdm true"
+        flags = (
+            f"--ds {options.ds} --model {options.model} --output_dir {folder}/run --max_length 128 --disable_tqdm true"
+        )
         flags += f" --max_steps {warmup + num_blocks * options.block} --do_eval false --save_model false"
         request = parse(flags.split(), choices)
         prepared = training.prepare(request)

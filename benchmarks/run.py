@@ -30,7 +30,7 @@ _BERT = "--model bert-120m --per_device_train_batch_size 8 --max_length 128 --ma
 _BARE = "--do_eval false --save_model false"
 _MNIST = "--model vit-tiny --per_device_train_batch_size 64 --learning_rate 2e-3 --warmup_steps 100 --save_model false"
 # Around transformers' choice (hidden size squared: 1,048,576) and DeepSpeed's default.
-_BUCKETS = (1_048_576, 2_000_000, 5_000_000, 16_000_000, 32_000_000, 50_000_000, 200_000_000, 500_000_000)
+_BUCKETS = (1_048_576, 5_000_000, 16_000_000, 30_720_000, 50_000_000, 121_827_632, 500_000_000)
 
 
 class Run(NamedTuple):
@@ -57,7 +57,6 @@ def suites(mnist: str, nvme: str) -> dict[str, list[Run]]:
             *(Run(n, n, f"{_BERT} --nvme_path {nvme}" if n == "zero3_nvme" else _BERT) for n in names),
             Run("offload-checkpointing", "offload", f"{_BERT} --gradient_checkpointing"),
             Run("none-checkpointing", "none", f"{_BERT} --gradient_checkpointing"),
-            Run("zero2-accumulate-fp32", "zero2", _BERT, {"data_types.grad_accum_dtype": "fp32"}),
             Run("baseline-fp16", "baseline", f"{_BERT} --fp16 {_BARE}"),
             Run("zero1-fp16", "zero1", f"{_BERT} --fp16 {_BARE}"),
         ],
@@ -65,6 +64,11 @@ def suites(mnist: str, nvme: str) -> dict[str, list[Run]]:
             Run(f"{ds}-{size}", ds, f"{_BERT} {_BARE}", {"zero_optimization.reduce_bucket_size": size})
             for ds in ("offload", "zero2", "zero3")
             for size in _BUCKETS
+        ],
+        "groups": [
+            Run("zero2-two-groups", "zero2", f"{_BERT} --max_group_elements 0"),
+            Run("zero2-accumulate-fp32", "zero2", _BERT, {"data_types.grad_accum_dtype": "fp32"}),
+            Run("zero3-sub-groups", "zero3", _BERT, {"zero_optimization.sub_group_size": 30_720_000}),
         ],
         "mnist": [
             Run("3-epochs", "none", f"{_MNIST} --dataset {mnist} --num_train_epochs 3"),

@@ -37,6 +37,13 @@ class RunArguments:
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run the code that a model's folder brings."})
     save_model: bool = field(default=True, metadata={"help": "Save model and tokenizer once, at the end."})
+    max_group_elements: int | None = field(
+        default=None,
+        metadata={
+            "help": "Split the optimizer's parameter groups above so many elements; 0 leaves the Trainer's two. "
+            "Default: the largest parameter, at stages 1 and 2 without offload."
+        },
+    )
     nvme_path: str | None = field(
         default=None, metadata={"help": 'A folder on a local NVMe disk, for a JSON whose nvme_path says "auto".'}
     )

@@ -45,20 +45,28 @@ class MemoryCallback(TrainerCallback):
             left alone and gets a neighbour with a suffix.
         record: a record begun earlier, for a script that has more to say about its run.
         interval: seconds between two samples of host memory, taken by a process of its own.
+        every_step: look at every step phase by phase, not only at the first ten and one in 25. Costs about half a
+            millisecond a step; peaks of the whole run are exact either way.
 
     Memory is counted from the moment that the callback is created: create it before the model to see the model's
     construction in `init`.
     """
 
-    def __init__(self, folder: str | Path | None = None, record: Record | None = None, interval: float = 0.02):
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        record: Record | None = None,
+        interval: float = 0.02,
+        every_step: bool = False,
+    ):
         self.record = record if record is not None else start_record(sys.argv[:])
         self.folder = Path(folder) if folder is not None else None
         self.enabled = True
-        self.meter = meter.Meter(probes.device_probe(), probes.clock(), HostSampler(interval))
+        self.meter = meter.Meter(probes.device_probe(), probes.clock(), HostSampler(interval), every_step=every_step)
         self.meter.start("init")
         self._began = time.monotonic()
         self._trainer: Trainer | None = None
-        self._model_description: dict[str, Any] = {}
+        self._log_values: dict[str, float] = {}
 
     # ---- events of the Trainer -------------------------------------------------------------------------------------
 
@@ -78,8 +86,10 @@ class MemoryCallback(TrainerCallback):
         if not self.enabled:
             return
         skipped = bool(getattr(self.trainer.accelerator, "optimizer_step_was_skipped", False))
-        step = self.meter.end_step(state.global_step, skipped=skipped)
-        self._show_in_progress_bar(step.peak_bytes)
+        self.meter.end_step(state.global_step, skipped=skipped)
+        if self.meter.detailed:
+            self._log_values = self._current_values()
+            self._show_in_progress_bar()
 
     # ---- the trainer -----------------------------------------------------------------------------------------------
 
@@ -177,7 +187,7 @@ class MemoryCallback(TrainerCallback):
         if self.enabled and self.meter.steps:
             if "loss" in logs:
                 self._note_loss(logs)
-                logs.update(self._log_values())
+                logs.update(self._log_values)
             self.record.metrics.update(
                 {name: value for name, value in logs.items() if name.startswith(("eval_", "test_", "train_"))}
             )
@@ -191,12 +201,12 @@ class MemoryCallback(TrainerCallback):
         step.grad_norm = logs.get("grad_norm")
         step.learning_rate = logs.get("learning_rate")
 
-    def _log_values(self) -> dict[str, float]:
-        last = self.meter.steps[-1]
-        samples = self.meter.sampler.read()
-        values: dict[str, float] = {"host_peak_bytes": max(samples.host_peaks)}
-        if last.peak_bytes is not None:
-            values["device_peak_bytes"] = last.peak_bytes
+    def _current_values(self) -> dict[str, float]:
+        """What the next logs say about memory; brought up to date at each detailed step."""
+        values: dict[str, float] = {"host_peak_bytes": max(self.meter.sampler.read().host_peaks)}
+        peaks = [memory.peak_bytes for memory in self.meter.phases.values() if memory.peak_bytes is not None]
+        if peaks:
+            values["device_peak_bytes"] = max(peaks)
             values["device_reserved_bytes"] = max(m.reserved_bytes or 0 for m in self.meter.phases.values())
         # The last step's time is still on its way from the device; the latest known one is logged.
         timed = next((step.seconds for step in reversed(self.meter.steps) if step.seconds is not None), None)
@@ -204,12 +214,13 @@ class MemoryCallback(TrainerCallback):
             values["step_seconds"] = timed
         return values
 
-    def _show_in_progress_bar(self, peak_bytes: int | None) -> None:
+    def _show_in_progress_bar(self) -> None:
+        peak = self._log_values.get("device_peak_bytes")
+        text = f"peak {format_bytes(int(peak))}" if peak else f"host {format_bytes(meter.own_peak_rss())}"
         for callback in self.trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)
             if bar is not None and hasattr(bar, "set_postfix_str"):
-                label, peak = ("peak", peak_bytes) if peak_bytes else ("host", meter.own_peak_rss())
-                bar.set_postfix_str(f"{label} {format_bytes(peak)}", refresh=False)
+                bar.set_postfix_str(text, refresh=False)
 
     # ---- pausing, for measuring the callback itself ---------------------------------------------------------------
 

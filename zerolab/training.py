@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from transformers import Trainer, set_seed
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from models import ModelError
 from models.loading import build_model, load_config
@@ -22,6 +21,7 @@ from zerolab.problems import BadInput, Problem
 from zerolab.record import Record, make_run_folder, save_record, start_record
 from zerolab.report import plots, text
 from zerolab.request import Request
+from zerolab.trainer import ZeroTrainer
 
 RESOLVED_CONFIG = "ds_config.json"
 MODEL_FOLDER = "model"
@@ -136,7 +136,7 @@ def build_trainer(prepared: Preparation) -> Trainer:
     record.model.update(environment.describe_model(model))
     _fill_buckets(prepared.args, record)
     compute_metrics, preprocess_logits = build_metrics(request.task)
-    trainer = Trainer(
+    trainer = ZeroTrainer(
         model=model,
         args=prepared.args,
         train_dataset=data.train,
@@ -146,10 +146,8 @@ def build_trainer(prepared: Preparation) -> Trainer:
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=preprocess_logits,
         callbacks=[prepared.callback],
+        max_group_elements=_limit_groups(request, record),
     )
-    for plain in (ProgressCallback, PrinterCallback):
-        if trainer.pop_callback(plain) is not None:
-            trainer.add_callback(_QuietProgress if plain is ProgressCallback else _Quiet)
     return trainer
 
 
@@ -167,17 +165,20 @@ def _fill_buckets(args: ZeroArguments, record: Record) -> None:
         record.choose(auto.key, auto.value, auto.filled_by, auto.reason)
 
 
-class _QuietProgress(ProgressCallback):
-    """The Trainer's bar without a printed line for each log: at logging_steps=1 they would bury everything else."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_description(f"loss {logs['loss']:.3f}", refresh=False)
-
-
-class _Quiet(PrinterCallback):
-    def on_log(self, args, state, control, logs=None, **kwargs):
+def _limit_groups(request: Request, record: Record) -> int | None:
+    """The largest parameter group in elements, where ZeRO copies group by group on the GPU; None elsewhere."""
+    asked = request.run.max_group_elements
+    if asked is not None:
+        return asked or None
+    if request.raw_config is None or request.raw_config.get("optimizer"):
         return None
+    plan = ds_config.zero_plan(request.raw_config)
+    if plan.stage not in (1, 2) or plan.offload_optimizer:
+        return None
+    limit = record.model["largest_parameter"]
+    reason = f"stage {plan.stage} copies gradients to fp32 one parameter group at a time; the largest parameter fits"
+    record.choose("--max_group_elements", limit, "zerolab", reason)
+    return limit
 
 
 def _train(trainer: Trainer, prepared: Preparation) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from zerolab import probes
 from zerolab.host_sampler import HostSampler, Samples
-from zerolab.meter import Meter, num_warmup_steps
+from zerolab.meter import DETAIL_INTERVAL, FIRST_DETAILED_STEPS, Meter
 from zerolab.record import Record
+from zerolab.steps import num_warmup_steps
 
 
 class PlayedDevice:
@@ -278,3 +279,59 @@ def test_the_sampler_ends_when_the_process_that_it_watches_is_killed():
         return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
     wait_until(gone)
+
+
+# ---- steps that are not looked at phase by phase ----------------------------------------------------------------
+
+
+def play_until(meter, device, clock, last):
+    for number in range(len(meter.steps) + 1, last + 1):
+        play_step(meter, device, clock, number)
+
+
+def test_only_the_first_steps_and_one_in_an_interval_are_detailed(played):
+    meter, device, clock = played
+    play_until(meter, device, clock, 2 * DETAIL_INTERVAL + 1)
+    detailed = [step.step for step in meter.steps if step.peak_bytes is not None]
+    assert detailed == [*range(1, FIRST_DETAILED_STEPS + 1), DETAIL_INTERVAL + 1, 2 * DETAIL_INTERVAL + 1]
+
+
+def test_a_peak_between_detailed_steps_is_kept_said_and_followed_up(played):
+    meter, device, clock = played
+    play_until(meter, device, clock, FIRST_DETAILED_STEPS + 2)
+    play_step(meter, device, clock, len(meter.steps) + 1, backward=(5000, 80))
+    play_until(meter, device, clock, DETAIL_INTERVAL + 2)
+    record = Record()
+    meter.write_to(record)
+    assert record.device.peak_bytes == 5000
+    assert "5,000 bytes" in record.warnings[0]
+    assert meter.steps[DETAIL_INTERVAL + 1].peak_bytes is not None  # looked at again, since something was new
+
+
+def test_a_peak_between_detailed_steps_that_is_known_leaves_the_phases_alone(played):
+    meter, device, clock = played
+    play_until(meter, device, clock, DETAIL_INTERVAL + 2)
+    record = Record()
+    meter.write_to(record)
+    peaks = {phase: record.phases[phase].peak_bytes for phase in ("forward", "backward", "step")}
+    assert peaks == {"forward": 100, "backward": 200, "step": 300}
+    assert record.warnings == []
+
+
+def test_a_run_that_ends_between_detailed_steps_has_its_peak(played):
+    meter, device, clock = played
+    play_until(meter, device, clock, FIRST_DETAILED_STEPS + 1)
+    play_step(meter, device, clock, len(meter.steps) + 1, forward=(7000, 60))
+    record = Record()
+    meter.write_to(record)
+    assert record.device.peak_bytes == 7000
+
+
+def test_every_step_is_detailed_on_request(monkeypatch):
+    monkeypatch.setattr(probes, "device_uuid", lambda: None)
+    device, clock = PlayedDevice(), PlayedClock()
+    meter = Meter(device, clock, StillSampler(), every_step=True)
+    meter.start("init")
+    play_until(meter, device, clock, DETAIL_INTERVAL)
+    assert all(step.peak_bytes == 300 for step in meter.steps)
+    meter.stop()
