@@ -88,8 +88,10 @@ class MemoryCallback(TrainerCallback):
         skipped = bool(getattr(self.trainer.accelerator, "optimizer_step_was_skipped", False))
         self.meter.end_step(state.global_step, skipped=skipped)
         if self.meter.detailed:
+            began = time.perf_counter()
             self._log_values = self._current_values()
             self._show_in_progress_bar()
+            self.meter.own_seconds += time.perf_counter() - began
 
     # ---- the trainer -----------------------------------------------------------------------------------------------
 
@@ -185,12 +187,14 @@ class MemoryCallback(TrainerCallback):
     def _around_log(self, log, logs, *args, **kwargs):
         """Adds the memory figures before the Trainer hands its logs on, so that every integration sees them."""
         if self.enabled and self.meter.steps:
+            began = time.perf_counter()
             if "loss" in logs:
                 self._note_loss(logs)
                 logs.update(self._log_values)
             self.record.metrics.update(
                 {name: value for name, value in logs.items() if name.startswith(("eval_", "test_", "train_"))}
             )
+            self.meter.own_seconds += time.perf_counter() - began
         return log(logs, *args, **kwargs)
 
     def _note_loss(self, logs: dict[str, float]) -> None:

@@ -243,39 +243,52 @@ def values_for_flags(config: Mapping[str, Any], flags: Mapping[str, Any], world_
     return values
 
 
-def bucket_elements(num_parameters: int, largest: int) -> int:
-    """The size of a communication bucket in elements, for a model of this size.
+def bucket_elements(plan: ZeroPlan, num_parameters: int, largest: int) -> tuple[int, str]:
+    """The size of a communication bucket in elements, with the reason, by stage and for a model of this size.
 
     DeepSpeed's default of 5e8 elements is a gigabyte in 16 bit, whatever the model; transformers fills hidden size
-    squared, which for a wide model is small and for a ViT of width 128 nothing. Measured on an H200 (docs/log.md):
-    the step time does not depend on it above some millions of elements, the peak does.
+    squared, which is small for a wide model and nothing for a ViT of width 128. The three rules come from the suite
+    `buckets` on an H200 (benchmarks/README.md).
 
     Args:
+        plan: what the configuration asks of ZeRO.
         num_parameters: of the model.
-        largest: elements of its largest parameter. A parameter that does not fit the bucket bypasses it.
+        largest: elements of its largest parameter.
     """
-    return max(1, min(num_parameters, 5_000_000, largest))
+    if plan.stage == 3:
+        size, reason = 2**20, "stage 3 keeps the bucket all the time and is no faster with a larger one"
+    elif plan.offload_optimizer:
+        size, reason = largest, "the largest parameter fits; one that does not is copied beside the bucket"
+    else:
+        size, reason = 2**24, "larger is no faster, smaller is slower"
+    if size >= num_parameters:
+        return max(1, num_parameters), "the whole model fits"
+    return size, reason
 
 
-def fill_buckets(
-    config: Mapping[str, Any], num_parameters: int, largest: int
-) -> tuple[dict[str, Any], list[AutoValue]]:
-    """Fills the bucket sizes that say "auto" for a model of this size.
+def fill_sizes(config: Mapping[str, Any], num_parameters: int, largest: int) -> tuple[dict[str, Any], list[AutoValue]]:
+    """Fills the sizes that say "auto" for a model of this size: buckets, and the sub-groups of stage 3.
+
+    Args:
+        config: the JSON as read.
+        num_parameters: of the model.
+        largest: elements of its largest parameter.
 
     Returns:
         A copy of the configuration, and what was filled. The stage-3 persistence threshold stays with transformers.
     """
     filled = copy.deepcopy(dict(config))
     zero = filled.get("zero_optimization", {})
-    size = bucket_elements(num_parameters, largest)
-    autos = []
-    keys = ["reduce_bucket_size", "allgather_bucket_size"]
+    bucket = bucket_elements(zero_plan(config), num_parameters, largest)
+    sizes = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if zero.get("stage") == 3:
-        keys.append("stage3_prefetch_bucket_size")
-    for key in keys:
+        sizes["stage3_prefetch_bucket_size"] = bucket
+        # The step copies gradients to fp32 one sub-group at a time; DeepSpeed's default of 1e9 is all at once.
+        sizes["sub_group_size"] = (largest, "the step copies one sub-group at a time; the largest parameter fits")
+    autos = []
+    for key, (size, reason) in sizes.items():
         if zero.get(key) == "auto":
             zero[key] = size
-            reason = f"from the model's {num_parameters:,} parameters; DeepSpeed's default is 500,000,000 elements"
             autos.append(AutoValue(f"zero_optimization.{key}", size, "zerolab", reason))
     return filled, autos
 
@@ -298,9 +311,3 @@ def explain_auto(raw: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[Au
         else:
             values.append(AutoValue(key, final, "accelerate", "its default for this key"))
     return values
-
-
-def nested(config: Mapping[str, Any], key: str) -> bool:
-    """Whether the dotted key is in the configuration at all."""
-    missing = object()
-    return get(config, key, missing) is not missing

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -106,11 +107,15 @@ class HostMemory(_Part):
     source: str | None = None
 
 
-class Step(_Part):
+@dataclass(slots=True)
+class Step:
     """One optimizer step. `seconds` runs from the end of the step before; None where something came between.
 
-    `finite` is False for a loss that was NaN or infinite, which JSON cannot hold: `loss` is None then.
+    `finite` is False for a loss that was NaN or infinite, which JSON cannot hold: `loss` is None then. `peak_bytes` is
+    None for a step that was not looked at by itself. A plain dataclass: one is made in every step of the training.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: int
     loss: float | None = None

@@ -134,7 +134,7 @@ def build_trainer(prepared: Preparation) -> Trainer:
     set_seed(prepared.args.seed)
     model = build_model(request.source, prepared.config, request.task, request.run.trust_remote_code)
     record.model.update(environment.describe_model(model))
-    _fill_buckets(prepared.args, record)
+    _fill_sizes(prepared.args, record)
     compute_metrics, preprocess_logits = build_metrics(request.task)
     trainer = ZeroTrainer(
         model=model,
@@ -151,13 +151,13 @@ def build_trainer(prepared: Preparation) -> Trainer:
     return trainer
 
 
-def _fill_buckets(args: ZeroArguments, record: Record) -> None:
-    """Gives the bucket sizes that say "auto" a size that fits this model, before transformers fills them."""
+def _fill_sizes(args: ZeroArguments, record: Record) -> None:
+    """Gives the sizes that say "auto" a value that fits this model, before transformers fills them."""
     holder = getattr(args, "hf_deepspeed_config", None)  # TrainingArguments has it under DeepSpeed only
     if holder is None:
         return
     live = holder.config
-    filled, autos = ds_config.fill_buckets(live, record.model["num_parameters"], record.model["largest_parameter"])
+    filled, autos = ds_config.fill_sizes(live, record.model["num_parameters"], record.model["largest_parameter"])
     # The plugin of accelerate holds the same dictionary: change it in place.
     live.clear()
     live.update(filled)

@@ -162,19 +162,36 @@ def test_the_plan_says_what_deepspeed_makes_of_it():
     assert ds_config.zero_plan(config(stage=3, offload_param={"device": "cpu"})).text() == "stage 3, parameters on cpu"
 
 
-def test_buckets_that_say_auto_are_filled_and_others_left():
-    raw = config(stage=3, reduce_bucket_size="auto", stage3_prefetch_bucket_size=77)
-    filled, autos = ds_config.fill_buckets(raw, 121_800_000, 30_720_000)
-    size = ds_config.bucket_elements(121_800_000, 30_720_000)
-    assert filled["zero_optimization"]["reduce_bucket_size"] == size
-    assert filled["zero_optimization"]["stage3_prefetch_bucket_size"] == 77
-    assert [(auto.key, auto.value) for auto in autos] == [("zero_optimization.reduce_bucket_size", size)]
+def test_sizes_that_say_auto_are_filled_and_others_left():
+    raw = config(stage=3, reduce_bucket_size="auto", stage3_prefetch_bucket_size=77, sub_group_size="auto")
+    filled, autos = ds_config.fill_sizes(raw, 121_827_632, 30_720_000)
+    assert filled["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 2**20,
+        "stage3_prefetch_bucket_size": 77,
+        "sub_group_size": 30_720_000,
+    }
+    assert [auto.key.split(".")[1] for auto in autos] == ["reduce_bucket_size", "sub_group_size"]
     assert raw["zero_optimization"]["reduce_bucket_size"] == "auto"
 
 
-@given(st.integers(1, 10**11), st.integers(1, 10**9))
-def test_a_bucket_is_never_larger_than_the_model_nor_empty(num_parameters, largest):
-    assert 1 <= ds_config.bucket_elements(num_parameters, min(largest, num_parameters)) <= num_parameters
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        (config(offload_optimizer={"device": "cpu"}), 30_720_000),
+        (config(stage=1), 2**24),
+        (config(), 2**24),
+        (config(stage=3, offload_optimizer={"device": "cpu"}), 2**20),
+    ],
+)
+def test_the_bucket_follows_the_stage(zero, expected):
+    assert ds_config.bucket_elements(ds_config.zero_plan(zero), 121_827_632, 30_720_000)[0] == expected
+
+
+@given(st.integers(0, 3), st.booleans(), st.integers(1, 10**11), st.integers(1, 10**9))
+def test_a_bucket_is_never_larger_than_the_model_nor_empty(stage, offload, num_parameters, largest):
+    plan = ds_config.ZeroPlan(stage, "cpu" if offload else None, None)
+    assert 1 <= ds_config.bucket_elements(plan, num_parameters, min(largest, num_parameters))[0] <= num_parameters
 
 
 def test_each_auto_is_explained_by_who_filled_it():

@@ -81,6 +81,14 @@ def test_one_thread_that_the_user_gave_to_the_launcher_stays(tmp_path):
     assert run_under(["launch", "--num_cpu_threads_per_process=1"], {}, tmp_path) == "1"
 
 
+def test_the_workspace_of_cublas_is_set_unless_the_user_did():
+    environ = {}
+    assert launch.set_cublas_workspace(environ).value == environ["CUBLAS_WORKSPACE_CONFIG"]
+    environ = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert launch.set_cublas_workspace(environ) is None
+    assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
 def test_the_five_variables_are_filled_for_one_process_only():
     environ = {"MASTER_PORT": "29500"}
     assert launch.set_distributed_variables(environ) is not None
