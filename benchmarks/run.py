@@ -29,17 +29,19 @@ from zerolab.record import RecordError, load_record, save_record  # noqa: E402
 _BERT = "--model bert-120m --per_device_train_batch_size 8 --max_length 128 --max_steps 40"
 _BARE = "--do_eval false --save_model false"
 _MNIST = "--model vit-tiny --per_device_train_batch_size 64 --learning_rate 2e-3 --warmup_steps 100 --save_model false"
-# Around transformers' choice (hidden size squared: 1,048,576) and DeepSpeed's default.
+_LARGE_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+# From transformers' choice (hidden size squared: 1,048,576) to DeepSpeed's default.
 _BUCKETS = (1_048_576, 5_000_000, 16_000_000, 30_720_000, 50_000_000, 121_827_632, 500_000_000)
 
 
 class Run(NamedTuple):
-    """One run of a suite: its name, the flags, and changes to the JSON of `ds` by dotted key."""
+    """One run of a suite: its name, the flags, changes to the JSON of `ds` by dotted key, and to the environment."""
 
     name: str
     ds: str
     flags: str
     changes: dict[str, object] = {}
+    environment: dict[str, str] = {}
 
 
 def suites(mnist: str, nvme: str) -> dict[str, list[Run]]:
@@ -66,10 +68,13 @@ def suites(mnist: str, nvme: str) -> dict[str, list[Run]]:
             for size in _BUCKETS
         ],
         "groups": [
-            # What transformers would do: its own bucket, its two groups, and cuBLAS as torch leaves it on Hopper.
             Run("zero2-two-groups", "zero2", f"{_BERT} --max_group_elements 0"),
             Run("zero2-accumulate-fp32", "zero2", _BERT, {"data_types.grad_accum_dtype": "fp32"}),
             Run("zero3-one-sub-group", "zero3", _BERT, {"zero_optimization.sub_group_size": 1_000_000_000}),
+        ],
+        # cuBLAS as torch leaves it on Hopper, 32 MiB for each thread.
+        "workspace": [
+            Run(f"{n}-32-mib", n, _BERT, environment=_LARGE_WORKSPACE) for n in ("none", "zero2", "offload")
         ],
         "mnist": [
             Run("3-epochs", "none", f"{_MNIST} --dataset {mnist} --num_train_epochs 3"),
@@ -109,7 +114,7 @@ def run_suite(name: str, runs: list[Run], out: Path, limit_s: float) -> None:
                 command = ["accelerate", "launch", "run_zero.py", "--ds", _write_config(run, work)]
                 command += ["--output_dir", str(work / run.name), *run.flags.split()]
                 log = (work / f"{run.name}.log").open("w")
-                environment = {**os.environ, "ZEROLAB_QUEUE": str(queue)}
+                environment = {**os.environ, **run.environment, "ZEROLAB_QUEUE": str(queue)}
                 processes[run.name] = subprocess.Popen(
                     command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
                 )

@@ -64,8 +64,8 @@ def parse(argv: Sequence[str], choices: Sequence[EnvironmentChoice] = ()) -> Req
         SystemExit: after --help.
     """
     values, typed, problems = read_flags(argv)
-    choices = list(choices)
     has_cuda = torch.cuda.is_available()
+    choices = [choice for choice in choices if has_cuda or "CUBLAS" not in choice.field]
     ds, ds_problems = _configuration_name(values, typed)
     problems += ds_problems
     configuration, raw, found = _read_configuration(ds)
