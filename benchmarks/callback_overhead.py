@@ -6,7 +6,7 @@
 A block is timed by the median of its steps on the host's clock (a step ends when the Trainer's log has waited for the
 loss), since single steps of a busy machine are off by tens of percent. Each pair of neighbouring blocks gives one
 ratio; the order within a pair alternates, so that a drift of the machine cancels. The upper 95% bound is that of the
-mean ratio, by bootstrap over the pairs (10,000 resamples). The median hides the one step in 25 that is looked at phase
+mean ratio, by bootstrap over the pairs (10,000 resamples). The median hides the one step in 50 that is looked at phase
 by phase: `callback_seconds_per_step` is the mean over all steps and has it.
 """
 

@@ -28,7 +28,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from zerolab import environment, meter, probes
-from zerolab.host_sampler import HostSampler
+from zerolab.host_sampler import INTERVAL_SECONDS, HostSampler
 from zerolab.record import Failure, Phase, Record, Status, make_run_folder, save_record, start_record
 from zerolab.units import format_bytes, parse_bytes
 
@@ -45,7 +45,7 @@ class MemoryCallback(TrainerCallback):
             left alone and gets a neighbour with a suffix.
         record: a record begun earlier, for a script that has more to say about its run.
         interval: seconds between two samples of host memory, taken by a process of its own.
-        every_step: look at every step phase by phase, not only at the first ten and one in 25. Costs about half a
+        every_step: look at every step phase by phase, not only at the first ten and one in 50. Costs about half a
             millisecond a step; peaks of the whole run are exact either way.
 
     Memory is counted from the moment that the callback is created: create it before the model to see the model's
@@ -56,7 +56,7 @@ class MemoryCallback(TrainerCallback):
         self,
         folder: str | Path | None = None,
         record: Record | None = None,
-        interval: float = 0.02,
+        interval: float = INTERVAL_SECONDS,
         every_step: bool = False,
     ):
         self.record = record if record is not None else start_record(sys.argv[:])

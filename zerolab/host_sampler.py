@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 import psutil
 
-INTERVAL_SECONDS = 0.02
-_DRIVER_INTERVAL_SECONDS = 0.25
-_CHILDREN_INTERVAL_SECONDS = 0.5
+# An offloaded step runs on every core at once, and waits for the slowest: each look from here delays it a little.
+INTERVAL_SECONDS = 0.05
+_DRIVER_INTERVAL_SECONDS = 1.0
+_CHILDREN_INTERVAL_SECONDS = 1.0
 MAX_PHASES = 8
 
 # The shared file: phase (-1 pauses), stop flag, number of samples, then per phase the peak RSS of the tree and the
@@ -62,6 +63,7 @@ class HostSampler:
         path.write_bytes(bytes(_SIZE))
         with path.open("r+b") as file:
             self._shared = mmap.mmap(file.fileno(), _SIZE)
+        self._phase = memoryview(self._shared)[:4].cast("i")
         command = [sys.executable, str(Path(__file__).resolve()), str(os.getpid()), str(path), str(interval)]
         # A session of its own: Ctrl-C in the terminal must not end the sampler before the run has read its peaks.
         self._process = subprocess.Popen(
@@ -75,7 +77,7 @@ class HostSampler:
 
     def set_phase(self, number: int) -> None:
         """Says which phase the samples belong to from now on; -1 pauses the sampling."""
-        struct.pack_into("<i", self._shared, 0, number)
+        self._phase[0] = number
 
     def set_device(self, uuid: str) -> None:
         """Names the GPU, once CUDA is in use, whose driver figure is to be followed."""
@@ -153,7 +155,7 @@ def _tree(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _resident(processes: list[psutil.Process]) -> int:
-    """The RSS of the process and the unique memory (USS) of its children.
+    """The RSS of the process in bytes, and the unique memory (USS) of its children.
 
     A fork shares its pages with its parent until it writes to them; with the RSS of both they would count twice.
     """
@@ -171,6 +173,7 @@ def main(pid: int, path: str, interval: float) -> None:
     process = psutil.Process(pid)
     with open(path, "r+b") as file:
         shared = mmap.mmap(file.fileno(), _SIZE)
+    os.nice(5)  # the training goes first
     driver = _Driver(pid)
     processes, next_tree, next_driver = [process], 0.0, 0.0
     while True:

@@ -15,16 +15,18 @@ import psutil
 from zerolab import probes
 from zerolab.host_sampler import HostSampler
 from zerolab.record import PHASES, HostMemory, Phase, PhaseMemory, Record, Reset, Step
-from zerolab.steps import StepTimer
+from zerolab.steps import StepTimer, num_warmup_steps
 
 _PHASE_NUMBER: dict[Phase, int] = {phase: number for number, phase in enumerate(PHASES)}
 
 # Asking the allocator costs 0.1 ms, and resetting it at each phase means four questions a step: too much to do it in
 # every step of 12 ms. The first steps are where memory still changes (the optimizer's states are born); then the peaks
-# of steps of one shape repeat to the byte, and one step in 25 is looked at phase by phase.
+# of steps of one shape repeat to the byte, and one step in 50 is looked at phase by phase.
 FIRST_DETAILED_STEPS = 10
-DETAIL_INTERVAL = 25
+DETAIL_INTERVAL = 50
 _FOLLOW_UP_STEPS = 3
+# Batches differ by a little: in a masked language model the number of masked tokens does.
+_EXPECTED_RISE = 0.01
 
 
 class Meter:
@@ -33,7 +35,8 @@ class Meter:
     Phases nest: `enter("eval")` inside a step and `leave()` afterwards return to where it was. In a detailed step the
     allocator's peak is read and reset at each change, so that a phase's peak is its own. Steps in between run into one
     peak, read when the next detailed step begins: no peak is missed. Where it is above all that is known, it goes to
-    the phase that peaked highest so far, the record says so, and the steps that follow are detailed.
+    the phase that peaked highest so far; above by more than 1%, the record says so and the steps that follow are
+    detailed.
 
     Args:
         device: the allocator to read.
@@ -53,6 +56,7 @@ class Meter:
         self.notes: list[str] = []
         self.resident_bytes: int | None = None
         self.own_seconds = 0.0
+        self._own_by_step = [0.0]
         self.detailed = True
         self._every_step = every_step
         self._follow_up = 0
@@ -147,6 +151,7 @@ class Meter:
         self.timer.end(step, self._num_samples, self._num_tokens)
         self._num_samples = self._num_tokens = 0
         self.own_seconds += time.perf_counter() - began
+        self._own_by_step.append(self.own_seconds)
         return step
 
     def _open(self, phase: Phase) -> None:
@@ -190,8 +195,10 @@ class Meter:
                 known.append((memory.peak_bytes, phase))
         if not known or reading.peak <= max(known)[0]:
             return
-        highest = max(known)[1]
+        before, highest = max(known)
         self._take(reading, highest)
+        if reading.peak < before * (1 + _EXPECTED_RISE):
+            return
         self._follow_up = _FOLLOW_UP_STEPS
         self.notes.append(
             f"between two detailed steps, before step {len(self.steps) + 1}, the peak rose to {reading.peak:,} bytes; "
@@ -251,9 +258,15 @@ class Meter:
         ]
         record.warnings += [note for note in self.notes if note not in record.warnings]
         record.steps = self.steps
-        record.speed = self.timer.speed(self.own_seconds)
+        record.speed = self.timer.speed(self._own_seconds_per_step())
         self._write_device(record, samples.driver_source)
         self._write_host(record, samples.num_samples)
+
+    def _own_seconds_per_step(self) -> float | None:
+        """The mean after the warm-up, detailed steps included: the first steps also create events and find the GPU."""
+        first = num_warmup_steps(len(self.steps))
+        count = len(self.steps) - first
+        return (self._own_by_step[-1] - self._own_by_step[first]) / count if count else None
 
     def _write_device(self, record: Record, driver_source: str | None) -> None:
         peaks = [(memory.peak_bytes, phase) for phase, memory in record.phases.items() if memory.peak_bytes]

@@ -76,11 +76,11 @@ class StepTimer:
         seconds = self._phase_seconds.get(phase)
         return statistics.median(seconds[num_warmup_steps(len(seconds)) :]) if seconds else None
 
-    def speed(self, own_seconds: float) -> Speed:
+    def speed(self, own_seconds_per_step: float | None) -> Speed:
         """The medians over the steps after the warm-up.
 
         Args:
-            own_seconds: host time that the measuring itself took so far.
+            own_seconds_per_step: host time that the measuring itself takes.
         """
         warmup = num_warmup_steps(len(self.steps))
         timed = [
@@ -93,7 +93,7 @@ class StepTimer:
             num_warmup_steps=warmup,
             num_timed_steps=len(timed),
             num_skipped_steps=sum(step.skipped for step in self.steps),
-            callback_seconds_per_step=own_seconds / len(self.steps) if self.steps else None,
+            callback_seconds_per_step=own_seconds_per_step,
         )
         if timed:
             seconds = sorted(second for second, _ in timed)

@@ -47,7 +47,8 @@ def test_the_peak_is_the_allocators_own(tmp_path):
         "config = BertConfig(vocab_size=1000, hidden_size=256, num_hidden_layers=2, num_attention_heads=4)\n"
         "data = [{'input_ids': torch.randint(0, 1000, (64,)), 'labels': i % 2} for i in range(64)]\n"
         "args = TrainingArguments(sys.argv[2], max_steps=40, report_to='none', bf16=True, save_strategy='no')\n"
-        "trainer = Trainer(model=BertForSequenceClassification(config), args=args, train_dataset=data, callbacks=callbacks)\n"
+        "model = BertForSequenceClassification(config)\n"
+        "trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=callbacks)\n"
         "trainer.train()\n"
         "peak = callbacks[0].record.device.peak_bytes if measured else torch.cuda.max_memory_allocated()\n"
         "print('PEAK', json.dumps(peak))\n"
@@ -95,13 +96,32 @@ def test_a_reset_by_deepspeed_is_named(tmp_path):
 
 
 def test_an_out_of_memory_is_a_record_with_phase_and_sizes(tmp_path):
-    record, done = run(
-        tmp_path, "--ds", "none", "--per_device_train_batch_size", "200000", "--num_random_samples", "200000", code=1
+    """A script of the user's own on a card that has two GiB."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments\n"
+        "from zerolab import MemoryCallback\n"
+        "total = torch.cuda.get_device_properties(0).total_memory\n"
+        "torch.cuda.set_per_process_memory_fraction(2 * 2**30 / total)\n"
+        "data = [{'input_ids': torch.randint(0, 1000, (512,)), 'labels': 0} for _ in range(512)]\n"
+        "config = BertConfig(vocab_size=1000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4)\n"
+        "args = TrainingArguments(sys.argv[1], per_device_train_batch_size=512, report_to='none')\n"
+        "model = BertForSequenceClassification(config)\n"
+        "Trainer(model=model, args=args, train_dataset=data, callbacks=[MemoryCallback()]).train()\n"
     )
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "OutOfMemoryError" in done.stderr
+    record = load_record(tmp_path / "run")
     assert record.status == "oom"
     assert record.failure.phase in ("forward", "backward")
-    assert record.failure.requested_bytes > record.failure.free_bytes
-    assert "Traceback" not in done.stderr
+    assert record.failure.requested_bytes > 2**20
+    assert record.device.peak_bytes <= 2 * 2**30
+    assert record.device.num_ooms >= 1
 
 
 def test_fp16_at_stage_0_warns(tmp_path):
