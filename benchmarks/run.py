@@ -29,6 +29,7 @@ from zerolab.record import RecordError, load_record, save_record  # noqa: E402
 _BERT = "--model bert-120m --per_device_train_batch_size 8 --max_length 128 --max_steps 40"
 _BARE = "--do_eval false --save_model false"
 _MNIST = "--model vit-tiny --per_device_train_batch_size 64 --learning_rate 2e-3 --warmup_steps 100 --save_model false"
+_KEPT_STEPS = 400
 _LARGE_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # From transformers' choice (hidden size squared: 1,048,576) to DeepSpeed's default.
 _BUCKETS = (1_048_576, 5_000_000, 16_000_000, 30_720_000, 50_000_000, 121_827_632, 500_000_000)
@@ -151,9 +152,12 @@ def _keep(run: Run, work: Path, out: Path) -> None:
     if record.status != "trained":
         (out / f"{run.name}.log").write_text(log[-6000:])
     record.command = [word.replace(str(work), "RUN") for word in record.command]
+    losses = [step.loss for step in record.steps if step.loss is not None]
+    if len(record.steps) > _KEPT_STEPS:
+        # Thousands of steps would be most of the repository; the medians were taken over all of them.
+        record.steps = record.steps[:: len(record.steps) // _KEPT_STEPS + 1]
     save_record(record, out)
     (out / "record.json").rename(out / f"{run.name}.json")
-    losses = [step.loss for step in record.steps if step.loss is not None]
     shown = f"{losses[0]:7.3f} ->{losses[-1]:7.3f}" if losses else "no loss"
     seconds = record.speed.step_seconds
     print(

@@ -75,7 +75,14 @@ class MemoryCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._adopt(_trainer_of_caller(), args)  # for a callback that was added after the Trainer was built
+        self._wrap_engine()
         self.record.engine = environment.describe_engine(self.trainer)
+        self._save()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        logged = [step.finite for step in self.meter.steps if step.finite is not None]
+        self.record.status = "diverged" if logged and not logged[-1] else "trained"
+        self.record.phase = None
         self._save()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -119,7 +126,7 @@ class MemoryCallback(TrainerCallback):
         record.arguments = record.arguments or environment.describe_arguments(args)
 
     def _wrap_trainer(self, trainer: Trainer) -> None:
-        _wrap(trainer, "train", self._around_train)
+        _wrap(trainer, "train", self._guarded)
         _wrap(trainer, "compute_loss", self._around_compute_loss)
         _wrap(trainer, "log", self._around_log)
         _wrap(trainer.accelerator, "backward", self._around_backward)
@@ -131,15 +138,12 @@ class MemoryCallback(TrainerCallback):
         if hasattr(trainer, "_load_from_checkpoint"):
             _wrap(trainer, "_load_from_checkpoint", functools.partial(self._inside, "resume"))
 
-    def _around_train(self, train, *args, **kwargs):
-        result = self._guarded(train, *args, **kwargs)
-        self.record.status = self._outcome()
-        self.record.phase = None
-        self._save()
-        return result
-
     def _around_prepare(self, prepare, *args, **kwargs):
         prepared = prepare(*args, **kwargs)
+        self._wrap_engine()
+        return prepared
+
+    def _wrap_engine(self) -> None:
         wrapper = getattr(self.trainer.accelerator, "deepspeed_engine_wrapped", None)
         engine = getattr(wrapper, "engine", None)
         if engine is not None and not hasattr(engine, "_zerolab_wrapped"):
@@ -147,7 +151,6 @@ class MemoryCallback(TrainerCallback):
             # accelerate calls engine.step() from inside accelerator.backward().
             _wrap(engine, "step", self._around_engine_step)
             _wrap(engine, "load_checkpoint", functools.partial(self._inside, "resume"))
-        return prepared
 
     def _around_compute_loss(self, compute_loss, model, inputs, *args, **kwargs):
         if self.enabled and model.training and self.meter.phase not in ("eval", "save"):
@@ -257,10 +260,6 @@ class MemoryCallback(TrainerCallback):
         self.record.failure = failure_of(error, self.meter.phase)
         self.record.phase = self.meter.phase
         self._save()
-
-    def _outcome(self) -> Status:
-        logged = [step.finite for step in self.meter.steps if step.finite is not None]
-        return "diverged" if logged and not logged[-1] else "trained"
 
     def _save(self) -> None:
         if self.folder is None or meter.this_rank() != 0:

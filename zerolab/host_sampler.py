@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +76,9 @@ class HostSampler:
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         )
 
+        # Also for a script that never says that it is done: the process ends with this object, or with Python.
+        self._end = weakref.finalize(self, _end_process, self._shared, self._process, self._folder)
+
     def set_phase(self, number: int) -> None:
         """Says which phase the samples belong to from now on; -1 pauses the sampling."""
         self._phase[0] = number
@@ -98,14 +102,18 @@ class HostSampler:
     def stop(self) -> Samples:
         """Ends the sampling process and returns the last peaks. Safe to call again."""
         samples = self.read()
-        struct.pack_into("<i", self._shared, 4, 1)
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._folder.cleanup()
+        self._end()
         return samples
+
+
+def _end_process(shared: mmap.mmap, process: subprocess.Popen, folder: tempfile.TemporaryDirectory) -> None:
+    struct.pack_into("<i", shared, 4, 1)
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    folder.cleanup()
 
 
 class _Driver:

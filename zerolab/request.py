@@ -90,7 +90,7 @@ def parse(argv: Sequence[str], choices: Sequence[EnvironmentChoice] = ()) -> Req
     data = DataArguments(**select(values, DataArguments))
     source, config, task, found = _check_model(model, values, data.dataset)
     problems += found
-    problems += check_data(data, task) if task else []
+    problems += _data_problems(data, task)
     resume = bool(values.get("resume_from_checkpoint"))
     problems += _choose_output_dir(values, typed, model, configuration, resume)
     if problems:
@@ -222,6 +222,14 @@ def _check_model(
 def _task_of_preset(task: str, dataset: str | None) -> str:
     # The course's second text classifies random sequences; on random text a masked-LM has little to learn.
     return "sequence-classification" if task == "masked-lm" and dataset == "random" else task
+
+
+def _data_problems(data: DataArguments, task: str | None) -> list[Problem]:
+    if task is not None:
+        return check_data(data, task)
+    # The model is not known, so neither is the task: what is wrong for every task is wrong.
+    first, *others = ({problem[:2]: problem for problem in check_data(data, name)} for name in TASKS)
+    return [problem for key, problem in first.items() if all(key in found for found in others)]
 
 
 def _choose_output_dir(

@@ -134,6 +134,10 @@ def build_trainer(prepared: Preparation) -> Trainer:
     set_seed(prepared.args.seed)
     model = build_model(request.source, prepared.config, request.task, request.run.trust_remote_code)
     record.model.update(environment.describe_model(model))
+    attention = getattr(model.config, "_attn_implementation", None)
+    if attention:
+        reason = "what the model offers; sdpa takes its kernel (flash, efficient, math) by dtype, mask and card"
+        record.choose("attention", attention, "transformers", reason)
     _fill_sizes(prepared.args, record)
     compute_metrics, preprocess_logits = build_metrics(request.task)
     trainer = ZeroTrainer(
