@@ -142,12 +142,12 @@ def mnist() -> str:
             [
                 f"`{name}`",
                 f"{record.metrics['eval_accuracy']:.1%}",
-                units.format_bytes(record.device.peak_bytes),
+                units.gib(record.host.peak_bytes),
                 _milliseconds(record.speed.step_seconds),
                 f"{record.speed.samples_per_second:,.0f}",
             ]
         )
-    return _markdown(("run", "accuracy", "GPU peak", "step ms", "samples/s"), rows)
+    return _markdown(("run", "accuracy", "host peak GiB", "step ms", "samples/s"), rows)
 
 
 def overhead() -> str:
@@ -199,8 +199,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "configurations": configurations,
     "buckets": buckets,
-    "groups": lambda: _suite_table("groups"),
-    "workspace": lambda: _suite_table("workspace"),
+    "before": lambda: _suite_table("before"),
     "mnist": mnist,
     "overhead": overhead,
     "sample": sample,

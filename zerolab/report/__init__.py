@@ -131,6 +131,15 @@ def gpu_words(record: Record) -> str:
     return str(machine["gpu"]) + (f", {format_bytes(total)}" if total else "")
 
 
+# What tells two data sets apart, for a machine; a person reads past it.
+_FOR_MACHINES = ("fingerprint", "columns", "source_columns", "tokenizer")
+
+
+def data_words(data: dict[str, Any]) -> str:
+    """`pydoc, kind built-in, ...`: the data of a run without what only a machine compares."""
+    return facts({key: value for key, value in data.items() if key not in _FOR_MACHINES}) or "-"
+
+
 def facts(values: dict[str, Any]) -> str:
     """`digits, num_samples 1,347`: plain values by key; the name comes without its key, empty values are left out."""
     texts = []

@@ -19,6 +19,7 @@ from rich.text import Text
 from zerolab.record import PHASES, PhaseMemory, Record
 from zerolab.report import (
     asked_engine_words,
+    data_words,
     engine_words,
     facts,
     finite_losses,
@@ -72,7 +73,7 @@ def render_plan(record: Record, width: int = 100) -> str:
     """What is about to run: model, data, configuration, and each automatic choice with its reason; same form."""
     lines = [
         ("model", model_words(record)),
-        ("data", facts(record.data) or "-"),
+        ("data", data_words(record.data)),
         ("configuration", record.configuration or "-"),
         ("engine", asked_engine_words(record)),
         ("GPU", gpu_words(record)),
@@ -91,7 +92,7 @@ def render_plan(record: Record, width: int = 100) -> str:
 def _identity(record: Record, verbose: bool) -> Lines:
     lines = [
         ("model", model_words(record)),
-        ("data", facts(record.data) or "-"),
+        ("data", data_words(record.data)),
         ("configuration", record.configuration or "-"),
         ("engine", engine_words(record)),
         ("precision", precision_words(record)),
