@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import sys
 import time
 from pathlib import Path
@@ -28,13 +27,12 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from zerolab import environment, meter, probes
-from zerolab.host_sampler import INTERVAL_SECONDS, HostSampler
-from zerolab.record import Failure, Phase, Record, Status, make_run_folder, save_record, start_record
-from zerolab.units import format_bytes, parse_bytes
-
-_ASKED = re.compile(r"Tried to allocate ([0-9.]+) (B|KiB|MiB|GiB|TiB)")
-_FREE = re.compile(r"of which ([0-9.]+) (B|KiB|MiB|GiB|TiB) is free")
-_TOTAL = re.compile(r"total capacity of ([0-9.]+) (B|KiB|MiB|GiB|TiB)")
+from zerolab.failure import failure_of, status_of
+from zerolab.host_sampler import INTERVAL_SECONDS, HostSampler, own_peak_rss
+from zerolab.launch import this_rank
+from zerolab.record import Phase, Record, save_record, start_record
+from zerolab.run_folder import make_run_folder
+from zerolab.units import format_bytes
 
 
 class MemoryCallback(TrainerCallback):
@@ -68,8 +66,6 @@ class MemoryCallback(TrainerCallback):
         self._trainer: Trainer | None = None
         self._log_values: dict[str, float] = {}
 
-    # ---- events of the Trainer -------------------------------------------------------------------------------------
-
     def on_init_end(self, args, state, control, **kwargs):
         self._adopt(_trainer_of_caller(), args)
 
@@ -99,8 +95,6 @@ class MemoryCallback(TrainerCallback):
             self._log_values = self._current_values()
             self._show_in_progress_bar()
             self.meter.own_seconds += time.perf_counter() - began
-
-    # ---- the trainer -----------------------------------------------------------------------------------------------
 
     @property
     def trainer(self) -> Trainer:
@@ -223,13 +217,11 @@ class MemoryCallback(TrainerCallback):
 
     def _show_in_progress_bar(self) -> None:
         peak = self._log_values.get("device_peak_bytes")
-        text = f"peak {format_bytes(int(peak))}" if peak else f"host {format_bytes(meter.own_peak_rss())}"
+        text = f"peak {format_bytes(int(peak))}" if peak else f"host {format_bytes(own_peak_rss())}"
         for callback in self.trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)
             if bar is not None and hasattr(bar, "set_postfix_str"):
                 bar.set_postfix_str(text, refresh=False)
-
-    # ---- pausing, for measuring the callback itself ---------------------------------------------------------------
 
     def pause(self) -> None:
         """Stops measuring from the next event on; what was measured stays."""
@@ -243,8 +235,6 @@ class MemoryCallback(TrainerCallback):
             self.meter.resume()
             self.enabled = True
 
-    # ---- the record ------------------------------------------------------------------------------------------------
-
     def _guarded(self, call, *args, **kwargs):
         try:
             return call(*args, **kwargs)
@@ -256,13 +246,13 @@ class MemoryCallback(TrainerCallback):
         """Completes the record of a run that ended in `error`: an OOM or an interruption is a result, too."""
         if self.record.failure is not None:
             return  # an inner phase has said it already
-        self.record.status = _status_of(error)
+        self.record.status = status_of(error)
         self.record.failure = failure_of(error, self.meter.phase)
         self.record.phase = self.meter.phase
         self._save()
 
     def _save(self) -> None:
-        if self.folder is None or meter.this_rank() != 0:
+        if self.folder is None or this_rank() != 0:
             return
         self.meter.write_to(self.record)
         self.record.duration_seconds = time.monotonic() - self._began
@@ -305,23 +295,3 @@ def _batch_size(inputs: Any) -> tuple[int, int]:
     first = next((value for value in tensors if isinstance(value, torch.Tensor) and value.dim() > 0), None)
     tokens = inputs.get("input_ids") if hasattr(inputs, "get") else None
     return (0 if first is None else first.shape[0]), (tokens.numel() if isinstance(tokens, torch.Tensor) else 0)
-
-
-def _status_of(error: BaseException) -> Status:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return "oom"
-    # DeepSpeed and cuBLAS raise a plain RuntimeError where the driver itself has no memory left.
-    if isinstance(error, RuntimeError) and "out of memory" in str(error).lower():
-        return "oom"
-    return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
-
-
-def failure_of(error: BaseException, phase: Phase | None) -> Failure:
-    """What a record says of an error: for CUDA's OOM also what was asked, what was free and what there was."""
-    text = str(error)
-    found = {}
-    for name, pattern in (("requested_bytes", _ASKED), ("free_bytes", _FREE), ("total_bytes", _TOTAL)):
-        match = pattern.search(text)
-        if match:
-            found[name] = parse_bytes(f"{match[1]}{match[2]}")
-    return Failure(type=type(error).__name__, message=text[:2000], phase=phase, **found)

@@ -150,15 +150,16 @@ def find_machine_problems(plan: ds_config.ZeroPlan, config: Mapping[str, Any], h
 
 
 def build_ops(plan: ds_config.ZeroPlan, config: Mapping[str, Any]) -> None:
-    """Compiles the op of an offloaded optimizer before anything is measured: the compiler's memory is not the run's.
+    """Compiles the ops of an offload before anything is measured: the compiler's memory is not the run's.
 
     DeepSpeed compiles it on first use and keeps it in a cache; later runs load it in a second.
 
     Raises:
         RuntimeError: the compiler failed; its output is in the message.
     """
-    if not plan.offload_optimizer or config.get("zero_force_ds_cpu_optimizer") is False:
-        return
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 
-    CPUAdamBuilder().load(verbose=False)
+    if plan.offload_optimizer and config.get("zero_force_ds_cpu_optimizer") is not False:
+        CPUAdamBuilder().load(verbose=False)
+    if "nvme" in (plan.offload_optimizer, plan.offload_param):
+        AsyncIOBuilder().load(verbose=False)

@@ -170,6 +170,11 @@ def drop_accelerate_deepspeed(environ: MutableMapping[str, str] | None = None) -
     )
 
 
+def this_rank() -> int:
+    """The rank of this process, 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def uses_cpu_only(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the launcher asked for the CPU (`--cpu`, `use_cpu: true`), which makes accelerate drop DeepSpeed."""
     environ = os.environ if environ is None else environ

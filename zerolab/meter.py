@@ -5,15 +5,12 @@ Knows nothing of the Trainer: `callback` says when a phase begins. All sizes in 
 
 from __future__ import annotations
 
-import os
-import resource
-import sys
 import time
 
 import psutil
 
 from zerolab import probes
-from zerolab.host_sampler import HostSampler
+from zerolab.host_sampler import HostSampler, own_peak_rss
 from zerolab.record import PHASES, HostMemory, Phase, PhaseMemory, Record, Reset, Step
 from zerolab.steps import StepTimer, num_warmup_steps
 
@@ -297,14 +294,3 @@ class Meter:
         host.source = (
             "sampled: RSS of the process, unique memory of its children; at least the process's peak by the kernel"
         )
-
-
-def own_peak_rss() -> int:
-    """The kernel's own peak of this process's resident set, which no sampling can miss."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def this_rank() -> int:
-    """The rank of this process, 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))

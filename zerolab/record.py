@@ -292,25 +292,3 @@ def _alive(process: dict[str, float]) -> bool:
         return abs(running.create_time() - process["started"]) < 1.0 and running.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, KeyError, ValueError):
         return False
-
-
-def make_run_folder(folder: Path, *, resume: bool = False) -> Path:
-    """Creates the folder of a run. One that exists gets a suffix, so that a second run never overwrites a first.
-
-    Args:
-        folder: the folder asked for.
-        resume: take it as it is, since the run goes on in it.
-
-    Raises:
-        OSError: it cannot be created.
-    """
-    candidate, number = folder, 1
-    while True:
-        try:
-            candidate.mkdir(parents=True, exist_ok=resume)
-            return candidate
-        except FileExistsError:
-            if candidate.is_dir() and not any(candidate.iterdir()):
-                return candidate
-            number += 1
-            candidate = folder.with_name(f"{folder.name}-{number}")

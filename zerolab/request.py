@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from models import TASKS, ModelError, ModelSource, resolve_model
@@ -19,6 +17,7 @@ from zerolab.arguments import RunArguments, ZeroArguments, read_flags, select
 from zerolab.data.arguments import DataArguments, check_data
 from zerolab.launch import EnvironmentChoice
 from zerolab.problems import BadInput, Problem, did_you_mean
+from zerolab.run_folder import default_run_folder
 
 
 @dataclass
@@ -239,7 +238,7 @@ def _choose_output_dir(
         if resume and isinstance(values["resume_from_checkpoint"], str):
             values["output_dir"] = str(Path(values["resume_from_checkpoint"]).parent)
         else:
-            values["output_dir"] = str(Path("runs") / f"{_short(model)}-{configuration}-{_start_of_run()}")
+            values["output_dir"] = str(default_run_folder(model, configuration))
     folder = Path(values["output_dir"])
     nearest = next(path for path in [folder, *folder.absolute().parents] if path.exists())
     if not nearest.is_dir():
@@ -247,19 +246,6 @@ def _choose_output_dir(
     if not os.access(nearest, os.W_OK | os.X_OK):
         return [Problem("--output_dir", str(folder), f"no permission to write in {nearest}; name another folder")]
     return []
-
-
-def _short(model: str) -> str:
-    path = Path(model)
-    return path.parent.name if path.name == "config.json" and path.parent.name else path.stem or "model"
-
-
-def _start_of_run() -> str:
-    """The date for a folder's name; several ranks take their launcher's start, so that they agree."""
-    moment = time.time()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        moment = psutil.Process(os.getppid()).create_time()
-    return time.strftime("%Y%m%d-%H%M%S", time.localtime(moment))
 
 
 def _warnings(config: dict[str, Any] | None, training: dict[str, Any], world_size: int) -> list[str]:

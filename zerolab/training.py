@@ -12,15 +12,16 @@ from transformers import Trainer, set_seed
 
 from models import ModelError
 from models.loading import build_model, load_config
-from zerolab import ds_check, ds_config, environment, launch
+from zerolab import ds_auto, ds_check, ds_config, environment, launch
 from zerolab.arguments import ZeroArguments
 from zerolab.callback import MemoryCallback
 from zerolab.data import Data, DataError, load_data
 from zerolab.metrics import build_metrics
 from zerolab.problems import BadInput, Problem
-from zerolab.record import Record, make_run_folder, save_record, start_record
+from zerolab.record import Record, save_record, start_record
 from zerolab.report import plots, text
 from zerolab.request import Request
+from zerolab.run_folder import make_run_folder
 from zerolab.trainer import ZeroTrainer
 
 RESOLVED_CONFIG = "ds_config.json"
@@ -76,7 +77,9 @@ def prepare(request: Request) -> Preparation:
     """
     args = request.training_arguments()
     config = request.config if request.config is not None else load_config(request.source)
-    data = _data(request, config, args.seed)
+    data = _data(request, config, args)
+    if request.raw_config is not None:
+        ds_check.build_ops(ds_config.zero_plan(request.raw_config), request.raw_config)
     queue = launch.wait_for_turn()
     folder = Path(str(args.output_dir))
     if args.process_index == 0:
@@ -89,12 +92,14 @@ def prepare(request: Request) -> Preparation:
     return Preparation(request, args, config, data, folder, callback, queue)
 
 
-def _data(request: Request, config: Any, seed: int) -> Data:
+def _data(request: Request, config: Any, args: ZeroArguments) -> Data:
     tokenizer_source = request.data.tokenizer
     if tokenizer_source is None and request.source.weights == "pretrained":
         tokenizer_source = request.source.path_or_id
     try:
-        data = load_data(request.data, task=request.task, config=config, seed=seed, tokenizer_source=tokenizer_source)
+        data = load_data(
+            request.data, task=request.task, config=config, seed=args.seed, tokenizer_source=tokenizer_source
+        )
     except DataError as error:
         raise BadInput([error.problem]) from error
     if data.num_labels is not None and request.task.endswith("classification"):
@@ -102,6 +107,9 @@ def _data(request: Request, config: Any, seed: int) -> Data:
         if data.labels:
             config.id2label = dict(enumerate(data.labels))
             config.label2id = {label: number for number, label in enumerate(data.labels)}
+    problems = data.problems(args.per_device_train_batch_size, args.world_size, config)
+    if problems:
+        raise BadInput(problems)
     return data
 
 
@@ -129,8 +137,6 @@ def _begin_record(request: Request, args: ZeroArguments, data: Data) -> Record:
 def build_trainer(prepared: Preparation) -> Trainer:
     """The model and the Trainer around it, with our callback and progress bar."""
     request, data, record = prepared.request, prepared.data, prepared.callback.record
-    if request.raw_config is not None:
-        ds_check.build_ops(ds_config.zero_plan(request.raw_config), request.raw_config)
     set_seed(prepared.args.seed)
     model = build_model(request.source, prepared.config, request.task, request.run.trust_remote_code)
     record.model.update(environment.describe_model(model))
@@ -161,7 +167,7 @@ def _fill_sizes(args: ZeroArguments, record: Record) -> None:
     if holder is None:
         return
     live = holder.config
-    filled, autos = ds_config.fill_sizes(live, record.model["num_parameters"], record.model["largest_parameter"])
+    filled, autos = ds_auto.fill_sizes(live, record.model["num_parameters"], record.model["largest_parameter"])
     # The plugin of accelerate holds the same dictionary: change it in place.
     live.clear()
     live.update(filled)
@@ -201,7 +207,7 @@ def _keep_resolved_config(trainer: Trainer, request: Request, record: Record, fo
         return
     resolved = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     resolved = json.loads(json.dumps(resolved, default=str))
-    for auto in ds_config.explain_auto(request.raw_config, resolved):
+    for auto in ds_auto.explain_auto(request.raw_config, resolved):
         if not any(choice.field == auto.key for choice in record.choices):
             record.choose(auto.key, auto.value, auto.filled_by, auto.reason)
     record.deepspeed = resolved

@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from zerolab import MemoryCallback
-from zerolab.callback import failure_of
+from zerolab.failure import failure_of
 from zerolab.record import load_record
 
 CONFIG = {

@@ -81,16 +81,6 @@ def test_a_failed_write_leaves_the_earlier_record_and_no_litter(tmp_path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_a_second_run_never_takes_the_folder_of_a_first(tmp_path):
-    first = records.make_run_folder(tmp_path / "run")
-    (first / "record.json").write_text("{}")
-    second = records.make_run_folder(tmp_path / "run")
-    (second / "record.json").write_text("{}")
-    third = records.make_run_folder(tmp_path / "run")
-    assert [folder.name for folder in (first, second, third)] == ["run", "run-2", "run-3"]
-    assert records.make_run_folder(tmp_path / "run", resume=True) == first
-
-
 def test_the_rows_of_the_ledger_have_their_place_in_each_phase():
     names = set(records.PhaseMemory.model_fields)
     assert {f"{row}_bytes" for row in records.DEVICE_ROWS} <= names
