@@ -20,22 +20,13 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str]) -> int:
     """Runs one configuration and returns the exit status."""
-    # The number of CPU threads has to be in the environment before torch is imported.
-    from zerolab import launch
-
-    choices = launch.prepare_process()
-
-    from zerolab.problems import BadInput
-    from zerolab.request import parse
-
     # A terminal that is not UTF-8 must not end a run over the line under a table.
     sys.stdout.reconfigure(errors="replace")
     debug = os.environ.get("ZEROLAB_DEBUG") == "1"
-    try:
-        request = parse(argv, choices)
-        from zerolab import training  # imports the Trainer, which takes seconds that bad input need not wait for
+    from zerolab.problems import BadInput
 
-        record = training.run(request)
+    try:
+        return _run(argv)
     except BadInput as error:
         if debug:
             raise
@@ -48,7 +39,19 @@ def main(argv: Sequence[str]) -> int:
             raise
         print(f"{type(error).__name__}: {error}\n(ZEROLAB_DEBUG=1 shows the traceback)", file=sys.stderr, flush=True)
         return 1
-    return 0 if record.status == "trained" else 1
+
+
+def _run(argv: Sequence[str]) -> int:
+    # The number of CPU threads has to be in the environment before torch is imported.
+    from zerolab import launch
+
+    choices = launch.prepare_process()
+    from zerolab.request import parse
+
+    request = parse(argv, choices)
+    from zerolab import training  # imports the Trainer, which takes seconds that bad input need not wait for
+
+    return 0 if training.run(request).status == "trained" else 1
 
 
 if __name__ == "__main__":

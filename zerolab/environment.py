@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from typing import Any
 
@@ -11,6 +10,7 @@ import psutil
 import torch
 
 from zerolab.launch import available_cores
+from zerolab.launch import world_size as launch_world_size
 from zerolab.record import Engine
 
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "evaluate", "tokenizers", "numpy")
@@ -88,7 +88,7 @@ def describe_engine(trainer: Any) -> Engine:
     """Which engine really runs, from the live objects: a configuration may have been dropped on the way."""
     model = trainer.model
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launch_world_size()
     wrapper = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
     if wrapper is None:
         return Engine(

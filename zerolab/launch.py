@@ -64,13 +64,24 @@ def set_cpu_threads(environ: MutableMapping[str, str] | None = None) -> Environm
         return EnvironmentChoice("OMP_NUM_THREADS", current, "environment", "set before the run and left alone")
     if current == "1" and _set_by_user():
         return EnvironmentChoice("OMP_NUM_THREADS", "1", "user", "set explicitly to 1 and left alone")
-    ranks_here = max(1, int(environ.get("LOCAL_WORLD_SIZE") or 1))
+    ranks_here = _count(environ, "LOCAL_WORLD_SIZE")
     cores = available_cores()
     threads = max(1, cores // ranks_here)
     environ["OMP_NUM_THREADS"] = str(threads)
     was = "the launcher's default of 1 would run the CPU part on one core" if current == "1" else "it was not set"
     shared = f" / {ranks_here} ranks" if ranks_here > 1 else ""
     return EnvironmentChoice("OMP_NUM_THREADS", str(threads), "zerolab", f"{cores} cores usable{shared}; {was}")
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    """A number of processes that a launcher exported; 1 where there is none, or where it is no number."""
+    value = environ.get(name, "1")
+    return max(1, int(value)) if value.isdigit() else 1
+
+
+def world_size(environ: Mapping[str, str] | None = None) -> int:
+    """The number of processes of this run."""
+    return _count(os.environ if environ is None else environ, "WORLD_SIZE")
 
 
 def _set_by_user() -> bool:

@@ -69,7 +69,7 @@ def parse(argv: Sequence[str], choices: Sequence[EnvironmentChoice] = ()) -> Req
     problems += ds_problems
     configuration, raw, found = _read_configuration(ds)
     problems += found
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launch.world_size()
     if raw is not None:
         _fill_nvme_path(raw, values.get("nvme_path"))
         problems += _configuration_problems(raw, values, typed, world_size, has_cuda)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from zerolab.launch import world_size
+
 
 def default_run_folder(model: str, configuration: str) -> Path:
     """`runs/bert-120m-offload-20261201-094500`: model, configuration, date."""
@@ -22,7 +24,7 @@ def _short(model: str) -> str:
 def _start_of_run() -> str:
     """The date for a folder's name; several ranks take their launcher's start, so that they agree."""
     moment = time.time()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world_size() > 1:
         moment = psutil.Process(os.getppid()).create_time()
     return time.strftime("%Y%m%d-%H%M%S", time.localtime(moment))
 
