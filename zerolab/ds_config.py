@@ -31,6 +31,9 @@ FLAG_OF_KEY = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
 }
+# What DeepSpeed reads without a model of its own that would check the type; "auto" is always allowed.
+_POSITIVE_INTEGERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_BOOLEANS = ("bf16.enabled", "fp16.enabled", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer")
 _BETAS = ("adam_beta1", "adam_beta2")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -149,6 +152,7 @@ def find_problems(config: Mapping[str, Any], flags: Mapping[str, Any], world_siz
     for key, value in leaves(config):
         if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
             problems.append(Problem(f"{key} in the JSON", json.dumps(value), f"a number in quotes; write {value}"))
+    problems += _wrong_types(config)
     if not isinstance(config.get("zero_optimization", {}), Mapping):
         value = json.dumps(config["zero_optimization"])
         return [*problems, Problem("zero_optimization in the JSON", value, 'write an object, {"stage": 2}')]
@@ -167,6 +171,26 @@ def find_problems(config: Mapping[str, Any], flags: Mapping[str, Any], world_siz
         remedy = "the JSON names an optimizer, which then runs; leave out one of the two"
         problems.append(Problem("--optim", str(flags["optim"]), remedy))
     return problems + _contradictions(config, flags, world_size)
+
+
+def _wrong_types(config: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    for key in (*_POSITIVE_INTEGERS, *_BOOLEANS, "gradient_clipping"):
+        value = get(config, key, "auto")
+        if isinstance(value, str):
+            if value != "auto" and not _NUMBER.fullmatch(value.strip()):
+                problems.append(Problem(f"{key} in the JSON", json.dumps(value), 'a value of its kind, or "auto"'))
+        elif key in _POSITIVE_INTEGERS:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                problems.append(
+                    Problem(f"{key} in the JSON", json.dumps(value), 'a whole number from 1 on, or "auto"')
+                )
+        elif key in _BOOLEANS:
+            if not isinstance(value, bool):
+                problems.append(Problem(f"{key} in the JSON", json.dumps(value), 'true, false or "auto"'))
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            problems.append(Problem(f"{key} in the JSON", json.dumps(value), 'a number from 0 on, or "auto"'))
+    return problems
 
 
 def _nvme_problems(config: Mapping[str, Any], name: str) -> list[Problem]:
@@ -219,7 +243,7 @@ def values_for_flags(config: Mapping[str, Any], flags: Mapping[str, Any], world_
     values = {}
     for key, flag in FLAG_OF_KEY.items():
         value = get(config, key)
-        if value not in (None, "auto") and flag not in flags:
+        if value not in (None, "auto") and flag not in flags and isinstance(value, (bool, int, float)):
             values[flag] = value
     for flag, value in zip(_BETAS, get(config, "optimizer.params.betas", "auto"), strict=False):
         if isinstance(value, float) and flag not in flags:

@@ -151,6 +151,26 @@ def test_what_cannot_work_is_named(raw, field, said):
     assert said in problem.remedy
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train_micro_batch_size_per_gpu", 1.5),
+        ("train_micro_batch_size_per_gpu", [8]),
+        ("train_batch_size", 0),
+        ("gradient_accumulation_steps", True),
+        ("gradient_accumulation_steps", None),
+        ("gradient_clipping", -1),
+        ("gradient_clipping", float("nan")),
+        ("bf16", {"enabled": 1}),
+        ("fp16", {"enabled": "yes"}),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named_and_taken_by_no_flag(key, value):
+    raw = {**MINIMAL, key: value}
+    named = f"{key}.enabled" if isinstance(value, dict) else key
+    assert f"{named} in the JSON" in fields(ds_config.find_problems(raw, {}, 1))
+
+
 def test_the_plan_says_what_deepspeed_makes_of_it():
     assert ds_config.zero_plan(config()) == (2, None, None)
     assert ds_config.zero_plan(config(offload_optimizer={"device": "cpu"})).offload_optimizer == "cpu"
