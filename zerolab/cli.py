@@ -60,3 +60,35 @@ def report(
         typer.echo(record.model_dump_json() if as_json else render_run(record, width, verbose, folder))
     if failed:
         raise typer.Exit(2)
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of runs; the first is the reference.")
+    ],
+) -> None:
+    """Puts runs side by side with a verdict on each. Exit status 1 where one does not train or learns differently."""
+    from zerolab.compare import check_comparable, compare
+    from zerolab.problems import BadInput, Problem
+    from zerolab.record import RecordError, load_record
+    from zerolab.report.sides import render_comparison
+    from zerolab.verdicts import exit_status, judge
+
+    records, problems = {}, []
+    for run in runs:
+        try:
+            name = run.stem if run.suffix == ".json" and run.name != "record.json" else run.resolve().name
+            records[name] = load_record(run)
+        except RecordError as error:
+            problems.append(Problem("RUN", str(run), str(error)))
+    if not problems and len(records) < 2:
+        problems.append(Problem("RUN", ", ".join(map(str, runs)), "name at least two different runs"))
+    problems = problems or check_comparable(records)
+    if problems:
+        typer.echo(BadInput(problems).text(), err=True)
+        raise typer.Exit(2)
+    verdicts = judge(records)
+    width = max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
+    typer.echo(render_comparison(compare(records), verdicts, width), nl=False)
+    raise typer.Exit(exit_status(None, verdicts))

@@ -147,3 +147,32 @@ def test_python_m_zerolab_where_the_encoding_lacks_a_character(make_run):
     )
     assert result.returncode == 0, result.stderr
     assert "a: trained" in result.stdout and "größe-?" in result.stdout
+
+
+CONFIGURATIONS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "configurations"
+
+
+def test_compare_puts_runs_side_by_side_in_100_columns():
+    result = CliRunner().invoke(
+        app, ["compare", *(str(CONFIGURATIONS / f"{name}.json") for name in ("none", "zero2", "offload"))]
+    )
+    assert result.exit_code == 0, result.output
+    assert max(len(line) for line in result.output.splitlines()) <= 100
+    for word in ("differences to none", "zero2", "offload", "device peak", "learns the same", "(-60%)"):
+        assert word in result.output
+
+
+def test_compare_ends_with_1_where_an_arm_learns_otherwise():
+    arms = [str(CONFIGURATIONS / f"{name}.json") for name in ("zero1-fp16", "baseline-fp16")]
+    result = CliRunner().invoke(app, ["compare", *arms])
+    assert result.exit_code == 1
+    assert "learns the same: no" in " ".join(result.output.split())
+
+
+def test_compare_needs_two_readable_runs(tmp_path):
+    result = CliRunner().invoke(app, ["compare", str(CONFIGURATIONS / "none.json"), str(tmp_path)])
+    assert result.exit_code == 2
+    assert "there is no record" in result.output
+    alone = CliRunner().invoke(app, ["compare", str(CONFIGURATIONS / "none.json")])
+    assert alone.exit_code == 2
+    assert "at least two" in alone.output
