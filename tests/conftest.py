@@ -66,7 +66,7 @@ def launch(tmp_path_factory, tiny_model):
     """Runs `run_zero.py` with flags, bare or through a launcher, and keeps what the same flags gave before."""
     done: dict[tuple, Launch] = {}
 
-    def run(*flags: str, launcher: tuple[str, ...] = (), timeout: float = 240, **environ: str) -> Launch:
+    def run(*flags: str, launcher: tuple[str, ...] = (), timeout: float = 540, **environ: str) -> Launch:
         key = (flags, launcher, tuple(sorted(environ.items())))
         if key not in done:
             folder = tmp_path_factory.mktemp("run") / "run"

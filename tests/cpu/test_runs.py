@@ -159,9 +159,7 @@ def test_nvme_needs_a_path_and_then_trains_or_names_libaio(launch, tiny_model, t
     without = launch("--ds", "zero3_nvme", *flags(tiny_model))
     assert without.returncode == 2
     assert "nvme_path" in without.stderr
-    run = launch(
-        "--ds", "zero3_nvme", *flags(tiny_model), "--nvme_path", str(tmp_path), timeout=500
-    )  # async_io is compiled
+    run = launch("--ds", "zero3_nvme", *flags(tiny_model), "--nvme_path", str(tmp_path))  # async_io is compiled
     if run.returncode == 2:
         assert "libaio" in run.stderr
     else:
