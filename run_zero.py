@@ -21,7 +21,8 @@ from collections.abc import Sequence
 def main(argv: Sequence[str]) -> int:
     """Runs one configuration and returns the exit status."""
     # A terminal that is not UTF-8 must not end a run over the line under a table.
-    sys.stdout.reconfigure(errors="replace")
+    if sys.stdout is not None:  # a service may have closed it
+        sys.stdout.reconfigure(errors="replace")
     debug = os.environ.get("ZEROLAB_DEBUG") == "1"
     from zerolab.problems import BadInput
 
