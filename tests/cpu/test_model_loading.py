@@ -115,7 +115,7 @@ def test_fake_tensors_run_where_the_number_of_labels_is_given():
     with FakeTensorMode():
         model = build_model(source, load_config(source), "masked-lm")
         ids = torch.zeros(8, 128, dtype=torch.long)
-        output = model(ids, attention_mask=torch.ones_like(ids), labels=ids, num_labelled=150)
+        output = model(ids, attention_mask=torch.ones_like(ids), labels=ids, num_targets=150)
         output.loss.backward()
     assert output.logits.shape == (150, 4096)
 
