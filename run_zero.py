@@ -14,6 +14,7 @@ Exit status: 0 trained; 1 anything that ended the training (its record says what
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +25,8 @@ def main(argv: Sequence[str]) -> int:
     if sys.stdout is not None:  # a service may have closed it
         sys.stdout.reconfigure(errors="replace")
     debug = os.environ.get("ZEROLAB_DEBUG") == "1"
+    # A batch system ends a run with SIGTERM: it leaves as complete a record as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     from zerolab.problems import BadInput
 
     try:

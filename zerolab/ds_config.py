@@ -130,7 +130,7 @@ def zero_plan(config: Mapping[str, Any]) -> ZeroPlan:
     devices = {}
     for name in ("offload_optimizer", "offload_param"):
         device = get(config, f"zero_optimization.{name}.device", "none")
-        devices[name] = None if device in (None, "none") else str(device)
+        devices[name] = None if device in (None, "none", "auto") else str(device)
     if stage < 3:
         devices["offload_param"] = None
         if devices["offload_optimizer"]:
@@ -153,6 +153,10 @@ def find_problems(config: Mapping[str, Any], flags: Mapping[str, Any], world_siz
         if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
             problems.append(Problem(f"{key} in the JSON", json.dumps(value), f"a number in quotes; write {value}"))
     problems += _wrong_types(config)
+    for section in ("optimizer", "scheduler"):
+        if not isinstance(config.get(section, {}), Mapping):
+            remedy = 'write an object, {"type": ..., "params": {...}}, or leave it out'
+            problems.append(Problem(f"{section} in the JSON", json.dumps(config[section]), remedy))
     if not isinstance(config.get("zero_optimization", {}), Mapping):
         value = json.dumps(config["zero_optimization"])
         return [*problems, Problem("zero_optimization in the JSON", value, 'write an object, {"stage": 2}')]
@@ -196,7 +200,7 @@ def _wrong_types(config: Mapping[str, Any]) -> list[Problem]:
 def _nvme_problems(config: Mapping[str, Any], name: str) -> list[Problem]:
     key = f"zero_optimization.{name}.nvme_path"
     path = get(config, key)
-    if not path or path == "auto":
+    if not isinstance(path, str) or path in ("", "auto"):
         remedy = "name a folder on a local NVMe disk: copy the JSON, set nvme_path, and give the copy to --ds"
         return [Problem(f"{key} in the JSON", json.dumps(path), remedy)]
     if not Path(path).is_dir():
@@ -245,7 +249,8 @@ def values_for_flags(config: Mapping[str, Any], flags: Mapping[str, Any], world_
         value = get(config, key)
         if value not in (None, "auto") and flag not in flags and isinstance(value, (bool, int, float)):
             values[flag] = value
-    for flag, value in zip(_BETAS, get(config, "optimizer.params.betas", "auto"), strict=False):
+    betas = get(config, "optimizer.params.betas")
+    for flag, value in zip(_BETAS, betas if isinstance(betas, list) else (), strict=False):
         if isinstance(value, float) and flag not in flags:
             values[flag] = value
     total = config.get("train_batch_size")

@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 import os
 import socket
+import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import psutil
+
+from zerolab.problems import Problem
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CUBLAS_WORKSPACE = ":4096:2:16:8"  # two buffers of 4 MiB and eight of 16 KiB
@@ -131,6 +134,36 @@ def set_cublas_workspace(environ: MutableMapping[str, str] | None = None) -> Env
     return EnvironmentChoice("CUBLAS_WORKSPACE_CONFIG", _CUBLAS_WORKSPACE, "zerolab", reason)
 
 
+def keep_compiled_ops_apart(environ: MutableMapping[str, str] | None = None) -> None:
+    """Lets each virtual environment keep its own compiled DeepSpeed ops.
+
+    torch keeps them in one folder for all environments of a Python, and their build files name the environment: two
+    environments would compile everything anew by turns, and wait for each other's lock.
+    """
+    environ = os.environ if environ is None else environ
+    if "TORCH_EXTENSIONS_DIR" not in environ and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
+    folder = Path(environ.get("TORCH_EXTENSIONS_DIR", ""))
+    for lock in folder.glob("*/lock") if "TORCH_EXTENSIONS_DIR" in environ else ():
+        # torch waits for it without a word, also for one that a killed compiler left behind.
+        sys.stderr.write(f"waiting for another run that compiles; if there is none, delete {lock}\n")
+
+
+def find_rank_problems(environ: Mapping[str, str] | None = None) -> list[Problem]:
+    """RANK and WORLD_SIZE that a launcher cannot have set: one without the other, or no numbers."""
+    environ = os.environ if environ is None else environ
+    problems = []
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        value = environ.get(name)
+        if value is None:
+            continue
+        if not value.isdigit():
+            problems.append(Problem(name, value, "a number, set by the launcher; unset it for one process"))
+        elif other not in environ:
+            problems.append(Problem(name, value, f"set {other} as well, or neither: one process needs none"))
+    return problems
+
+
 def set_distributed_variables(environ: MutableMapping[str, str] | None = None) -> EnvironmentChoice | None:
     """Fills the five variables of torch.distributed for a single process, where no launcher did.
 
@@ -218,5 +251,6 @@ def prepare_process() -> list[EnvironmentChoice]:
     Without DeepSpeed the five variables stay unset: with them the plain Trainer on one GPU would wrap the model in
     DistributedDataParallel, whose buckets cost another four bytes a parameter.
     """
+    keep_compiled_ops_apart()
     choices = (set_cpu_threads(), set_cublas_workspace(), drop_accelerate_deepspeed())
     return [choice for choice in choices if choice is not None]

@@ -78,6 +78,8 @@ def parse(argv: Sequence[str], choices: Sequence[EnvironmentChoice] = ()) -> Req
             choices.append(EnvironmentChoice(f"--{name}", str(value), "the JSON", "fixed there, no flag given"))
         values.update(adopted)
         typed = {**typed, **adopted}
+    problems += launch.find_rank_problems()
+    problems += _number_problems(values)
     problems += _engine_problems(raw, values, has_cuda)
     precision = _choose_precision(values, typed, has_cuda)
     if isinstance(precision, Problem):
@@ -91,6 +93,7 @@ def parse(argv: Sequence[str], choices: Sequence[EnvironmentChoice] = ()) -> Req
     problems += found
     problems += _data_problems(data, task)
     resume = bool(values.get("resume_from_checkpoint"))
+    problems += _checkpoint_problems(values.get("resume_from_checkpoint"))
     problems += _choose_output_dir(values, typed, model, configuration, resume)
     if problems:
         raise BadInput(problems)
@@ -135,9 +138,15 @@ def _configuration_problems(
     problems += ds_check.find_problems(config)
     try:
         plan = ds_config.zero_plan(config)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return problems  # the stage is not a number, which find_problems has said
     problems += ds_check.find_machine_problems(plan, config, has_cuda)
+    optim = str(typed.get("optim", "adamw"))
+    if plan.offload_optimizer and not optim.startswith(("adamw", "adagrad")):
+        remedy = (
+            "under offload accelerate replaces it by DeepSpeedCPUAdam without a word; use adamw_torch, or no offload"
+        )
+        problems.append(Problem("--optim", optim, remedy))
     gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     if plan.stage == 3 and values.get("save_model") and ds_config.get(config, gather) is not True:
         remedy = "set it to true, or the saved model has no weights; or give --save_model false"
@@ -146,6 +155,27 @@ def _configuration_problems(
         remedy = "needs bf16, which the Trainer refuses without a GPU; use the configuration offload here"
         problems.append(Problem("bf16.bf16_master_weights_and_grads in the JSON", "true", remedy))
     return problems
+
+
+def _number_problems(values: dict[str, Any]) -> list[Problem]:
+    """Numbers with which a training cannot start, or would do nothing."""
+    problems = []
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if values[name] < 1:
+            problems.append(Problem(f"--{name}", str(values[name]), "give at least 1"))
+    if not 0 <= values["learning_rate"] < float("inf"):
+        problems.append(Problem("--learning_rate", str(values["learning_rate"]), "give a finite number from 0 on"))
+    if values["max_steps"] == 0 or (values["max_steps"] < 0 and not values["num_train_epochs"] > 0):
+        field_name = "--max_steps" if values["max_steps"] == 0 else "--num_train_epochs"
+        problems.append(Problem(field_name, str(values[field_name[2:]]), "no step would be made; give more than 0"))
+    return problems
+
+
+def _checkpoint_problems(checkpoint: str | None) -> list[Problem]:
+    if checkpoint and not (Path(checkpoint) / "trainer_state.json").is_file():
+        remedy = "no checkpoint of the Trainer: name a folder checkpoint-N, which --save_strategy steps writes"
+        return [Problem("--resume_from_checkpoint", checkpoint, remedy)]
+    return []
 
 
 def _engine_problems(config: dict[str, Any] | None, values: dict[str, Any], has_cuda: bool) -> list[Problem]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from zerolab.launch import world_size
+from zerolab.record import FILE_NAME
 
 
 def default_run_folder(model: str, configuration: str) -> Path:
@@ -43,9 +44,21 @@ def make_run_folder(folder: Path, *, resume: bool = False) -> Path:
     while True:
         try:
             candidate.mkdir(parents=True, exist_ok=resume)
+            if resume:
+                _keep_earlier_record(candidate)
             return candidate
         except FileExistsError:
             if candidate.is_dir() and not any(candidate.iterdir()):
                 return candidate
             number += 1
             candidate = folder.with_name(f"{folder.name}-{number}")
+
+
+def _keep_earlier_record(folder: Path) -> None:
+    """A run that goes on writes a record of its own; the one before is kept as record-1.json, record-2.json, ..."""
+    record = folder / FILE_NAME
+    if record.exists():
+        number = 1
+        while (folder / f"record-{number}.json").exists():
+            number += 1
+        record.rename(folder / f"record-{number}.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def run(request: Request) -> Record:
     try:
         trainer = build_trainer(prepared)
         if prepared.is_main:
-            print(text.render_plan(prepared.callback.record), flush=True)
+            _say(text.render_plan(prepared.callback.record))
         _train(trainer, prepared)
     except BaseException as error:
         prepared.callback.fail(error)
@@ -223,4 +224,10 @@ def _report(prepared: Preparation) -> None:
         plots.save_plots(record, prepared.folder)
     except OSError as error:  # a full disk must not cost the table
         print(f"no plots: {error}", file=sys.stderr)
-    print(text.render_run(record, folder=prepared.folder), flush=True)
+    _say(text.render_run(record, folder=prepared.folder))
+
+
+def _say(words: str) -> None:
+    """Prints, as long as somebody listens: `| head` or a full disk must not end the training."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(words, flush=True)

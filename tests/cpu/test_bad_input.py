@@ -188,3 +188,35 @@ def test_without_a_gpu_the_smaller_model_is_named_loudly(monkeypatch):
     assert choice.value == "bert-mini"
     assert "NO GPU" in choice.reason
     assert "--model bert-120m" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--per_device_train_batch_size", "0"),
+        ("--gradient_accumulation_steps", "0"),
+        ("--learning_rate", "nan"),
+        ("--max_steps", "0"),
+        ("--num_train_epochs", "0"),
+        ("--resume_from_checkpoint", "/nowhere/checkpoint-3"),
+    ],
+)
+def test_numbers_and_checkpoints_with_which_nothing_can_start(flag, value):
+    assert problems(flag, value)[flag].value.startswith(value[:3])
+
+
+def test_an_optimizer_that_offload_would_replace_is_refused():
+    assert "DeepSpeedCPUAdam" in problems("--ds", "offload", "--optim", "sgd")["--optim"].remedy
+    assert parse(["--ds", "zero2", "--optim", "sgd"]).configuration == "zero2"
+
+
+def test_half_of_the_launchers_variables(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "RANK" in problems("--ds", "none")["WORLD_SIZE"].remedy
+
+
+@pytest.mark.parametrize("section", [{"optimizer": "AdamW"}, {"scheduler": "WarmupLR"}])
+def test_a_section_that_is_no_object(config, section):
+    found = problems("--ds", config({"zero_optimization": {"stage": 2}, **section}))
+    assert f"{next(iter(section))} in the JSON" in found

@@ -11,6 +11,7 @@ def test_a_second_run_never_takes_the_folder_of_a_first(tmp_path):
     third = run_folder.make_run_folder(tmp_path / "run")
     assert [folder.name for folder in (first, second, third)] == ["run", "run-2", "run-3"]
     assert run_folder.make_run_folder(tmp_path / "run", resume=True) == first
+    assert (first / "record-1.json").exists()  # the earlier record is kept when a run goes on
 
 
 def test_the_name_says_model_configuration_and_date():

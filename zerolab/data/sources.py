@@ -120,6 +120,9 @@ def label_classes(splits: list[datasets.Dataset], column: str) -> tuple[dict[obj
         raise DataError("--label_column", column, f"classes are integers or strings, not {feature}.")
     ids = sorted(int(value) for value in values)  # type: ignore[call-overload]
     names = list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+    if ids[-1] > 1000 + 100 * len(ids):
+        remedy = f"label {ids[-1]} among {len(ids)} different ones would make a head of that size. Number them from 0."
+        raise DataError("--label_column", column, remedy)
     if ids[0] < 0:
         remedy = f"label {ids[0]} marks rows without a label. Choose a labelled split with --dataset_split."
         raise DataError("--label_column", column, remedy)
