@@ -188,6 +188,10 @@ class MemoryCallback(TrainerCallback):
             if "loss" in logs:
                 self._note_loss(logs)
                 logs.update(self._log_values)
+                # The last step's time is still on its way from the device; the one before is known.
+                for step in self.meter.steps[-2:]:
+                    if step.seconds is not None:
+                        logs["step_seconds"] = step.seconds
             self.record.metrics.update(
                 {name: value for name, value in logs.items() if name.startswith(("eval_", "test_", "train_"))}
             )
@@ -209,10 +213,6 @@ class MemoryCallback(TrainerCallback):
         if peaks:
             values["device_peak_bytes"] = max(peaks)
             values["device_reserved_bytes"] = max(m.reserved_bytes or 0 for m in self.meter.phases.values())
-        # The last step's time is still on its way from the device; the latest known one is logged.
-        timed = next((step.seconds for step in reversed(self.meter.steps) if step.seconds is not None), None)
-        if timed is not None:
-            values["step_seconds"] = timed
         return values
 
     def _show_in_progress_bar(self) -> None:

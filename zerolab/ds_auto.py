@@ -35,11 +35,11 @@ def bucket_elements(plan: ZeroPlan, num_parameters: int, largest: int) -> tuple[
         largest: elements of its largest parameter.
     """
     if plan.stage == 3:
-        size, reason = 2**20, "stage 3 keeps the bucket all the time and is no faster with a larger one"
+        size, reason = 2**20, "stage 3 keeps the bucket all the time, and a larger one showed no gain"
     elif plan.offload_optimizer:
         size, reason = largest, "the largest parameter fits; one that does not is copied beside the bucket"
     else:
-        size, reason = 2**24, "larger is no faster, smaller is slower"
+        size, reason = 2**24, "smaller is slower, larger showed no clear gain"
     if size >= num_parameters:
         return max(1, num_parameters), "the whole model fits"
     return size, reason

@@ -201,7 +201,7 @@ def _nvme_problems(config: Mapping[str, Any], name: str) -> list[Problem]:
     key = f"zero_optimization.{name}.nvme_path"
     path = get(config, key)
     if not isinstance(path, str) or path in ("", "auto"):
-        remedy = "name a folder on a local NVMe disk: copy the JSON, set nvme_path, and give the copy to --ds"
+        remedy = "name a folder on a local NVMe disk: --nvme_path FOLDER fills an 'auto', or write it into a copy"
         return [Problem(f"{key} in the JSON", json.dumps(path), remedy)]
     if not Path(path).is_dir():
         return [Problem(f"{key} in the JSON", str(path), "no such folder; create it on a local NVMe disk")]

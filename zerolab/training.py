@@ -207,6 +207,8 @@ def _keep_resolved_config(trainer: Trainer, request: Request, record: Record, fo
     if request.raw_config is None:
         return
     resolved = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    # accelerate silences DeepSpeed's own progress with an infinite steps_per_print, which is no JSON.
+    resolved = {key: value for key, value in resolved.items() if value != float("inf")}
     resolved = json.loads(json.dumps(resolved, default=str))
     for auto in ds_auto.explain_auto(request.raw_config, resolved):
         if not any(choice.field == auto.key for choice in record.choices):
