@@ -43,8 +43,8 @@ class MemoryCallback(TrainerCallback):
             left alone and gets a neighbour with a suffix.
         record: a record begun earlier, for a script that has more to say about its run.
         interval: seconds between two samples of host memory, taken by a process of its own.
-        every_step: look at every step phase by phase, not only at the first ten and one in 50. Costs about half a
-            millisecond a step; peaks of the whole run are exact either way.
+        every_step: look at every step phase by phase, not only at the first ten and one in 50. Slows
+            short steps; the peak of the whole run is exact either way.
 
     Memory is counted from the moment that the callback is created: create it before the model to see the model's
     construction in `init`.

@@ -120,8 +120,8 @@ def _exported_to_child(command: list[str]) -> bool:
 def set_cublas_workspace(environ: MutableMapping[str, str] | None = None) -> EnvironmentChoice | None:
     """Gives cuBLAS the workspace on Hopper that it has on every other card: 8 MiB for each thread instead of 32.
 
-    The forward and the backward thread have one each, so 64 MiB stay allocated from the first step on; on a model of
-    this size the smaller one costs no measurable time (benchmarks/README.md).
+    The forward and the backward thread have one each, and they stay allocated from the first step on. What the smaller
+    one costs in time has not been measured by itself yet (suite `workspace` of benchmarks/run.py).
 
     Returns:
         None where the user set CUBLAS_WORKSPACE_CONFIG.

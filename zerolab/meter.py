@@ -16,8 +16,8 @@ from zerolab.steps import StepTimer, num_warmup_steps
 
 _PHASE_NUMBER: dict[Phase, int] = {phase: number for number, phase in enumerate(PHASES)}
 
-# Asking the allocator costs 0.1 ms, and resetting it at each phase means four questions a step: too much to do it in
-# every step of 12 ms. The first steps are where memory still changes (the optimizer's states are born); then the peaks
+# A reading at each phase means four a step, which short steps feel (docs/log.md).
+# The first steps are where memory still changes (the optimizer's states are born); then the peaks
 # of steps of one shape repeat to the byte, and one step in 50 is looked at phase by phase.
 FIRST_DETAILED_STEPS = 10
 DETAIL_INTERVAL = 50

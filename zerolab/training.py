@@ -83,12 +83,13 @@ def prepare(request: Request) -> Preparation:
         ds_check.build_ops(ds_config.zero_plan(request.raw_config), request.raw_config)
     queue = launch.wait_for_turn()
     folder = Path(str(args.output_dir))
-    if args.process_index == 0:
+    is_main = args.process_index == 0
+    if is_main:
         folder = _make_folder(folder, request.resume)
         args.output_dir = str(folder)
     record = _begin_record(request, args, data)
     callback = MemoryCallback(folder=folder, record=record)
-    if args.process_index == 0:
+    if is_main:
         save_record(record, folder)
     return Preparation(request, args, config, data, folder, callback, queue)
 
